@@ -24,7 +24,6 @@ from convt5.data.block_workers import BlockWorkers
 from convt5.runtime import atomic_files, folders
 from convt5.runtime.bars import Bar
 from convt5.text import task_format
-from convt5.training import data_checks
 
 if TYPE_CHECKING:
     from convt5.training.trainer import TrainRun
@@ -206,7 +205,7 @@ def _check_data(run: "TrainRun") -> None:
                 "(text from seqio) can be cached."
             )
     check_num_batches(run.eval_num_batches, run.eval_data)
-    data_checks.check_files_apart(run.train_data, run.eval_data)
+    run.check_files_apart()
 
 
 def _make_on_beam(

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -54,6 +55,10 @@ class Layout(NamedTuple):
     skips_malformed: bool = False
 
 
+class NoFieldError(errors.UserError):
+    """Raised for a row without a field that its task reads."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One row of a file.
@@ -71,13 +76,12 @@ class Row:
         """Returns the value of a field.
 
         Raises:
-            UserError: the field is missing, empty or NaN, or cannot be encoded in UTF-8.
+            NoFieldError: there is no such field.
+            UserError: the field is empty or NaN, or cannot be encoded in UTF-8.
         """
         if field not in self.values:
-            raise self.error(
-                f"has no field {field!r}; its fields are {list(self.values)}; name one of these."
-                f"{errors.suggest(field, self.values)}"
-            )
+            fault = f"has no field {field!r}; its fields are {list(self.values)}; name one of these"
+            raise NoFieldError(self.error(f"{fault}.{errors.suggest(field, self.values)}"))
         value = self.values[field]
         # pandas writes NaN for what is missing.
         is_missing = value is None or value == [] or value != value
@@ -98,7 +102,7 @@ class Row:
             UserError: the field is missing, empty or not text.
         """
         value = self.value(field)
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or value in (math.inf, -math.inf):
             raise self.error(f"has {value!r} under {field!r}, which is no text.")
         return str(value)
 
@@ -172,14 +176,23 @@ def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
             f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
             "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
         )
-    # Otherwise rows of "train" would be held out in its place.
-    unread = [file for file in found if file not in files and "validation" not in splits]
-    for file in unread:
-        if _split_and_part(file.relative_to(folder))[0] == "validation":
+    unread = [
+        (file, split)
+        for file in found
+        if not _suffix(str(file))
+        and (split := _split_and_part(file.relative_to(folder))[0]) in {"validation", *splits}
+    ]
+    for file, split in unread:
+        if split not in splits:  # Rows of "train" would be held out in its place.
             raise errors.UserError(
-                f"file {str(file)!r} is of split='validation' by its name, but of no known kind; "
+                f"file {str(file)!r} is of split={split!r} by its name, but of no known kind; "
                 f"convert it to one of {', '.join(SUFFIXES)}, or put it elsewhere."
             )
+    if unread:
+        logging.warning(
+            "path=%r: %d files are not read, such as %r of split=%r: their names do not end in %s",
+            *(str(folder), len(unread), str(unread[0][0]), unread[0][1], ", ".join(SUFFIXES)),
+        )
     return splits
 
 
@@ -199,6 +212,7 @@ def read_rows(
     layout: Layout | None = None,
     invalid_utf8: local_files.InvalidUtf8 = "refuse",
     tally: local_files.Tally | None = None,
+    check_header: Callable[[Row], Any] | None = None,
 ) -> Iterator[Row]:
     """Yields the rows of a file, skipping empty lines.
 
@@ -211,6 +225,8 @@ def read_rows(
         layout: how the file differs from what is read.
         invalid_utf8: what to do with rows that are not UTF-8, as in `TextFiles`.
         tally: counts what is read.
+        check_header: called with the header line, as a row of its own names, of a .tsv or .csv file
+            without other rows: it may be the only row of a file without a header.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed.
@@ -236,7 +252,7 @@ def read_rows(
             rows = _json_rows(file, lines, readable)
         else:
             cells = _csv_cells(file, lines) if suffix == ".csv" else _tsv_cells(lines, tally)
-            rows = _table_rows(file, _handle_invalid_cells(cells, readable), layout)
+            rows = _table_rows(file, _handle_invalid_cells(cells, readable), layout, check_header)
         for row in rows:
             tally.documents += 1
             yield row.renamed(layout.aliases)
@@ -321,10 +337,7 @@ class TableSource(ItemSource):
         files = self._files_of(split)
         num_found = 0
         for file in files:
-            rows = read_rows(
-                file, self._columns, layout=self._layout, invalid_utf8=self._invalid_utf8
-            )
-            for row in itertools.islice(rows, num_rows):
+            for row in itertools.islice(self._rows(file), num_rows):
                 self._parse(row)
                 num_found += 1
         if not num_found:
@@ -354,9 +367,9 @@ class TableSource(ItemSource):
 
     def _examples(self, split: str) -> list[Example]:
         files = self._files_of(split)
-        tally = self._tallies[split] = local_files.Tally()
-        settings = {"layout": self._layout, "invalid_utf8": self._invalid_utf8, "tally": tally}
-        rows = (row for file in files for row in read_rows(file, self._columns, **settings))
+        tally = local_files.Tally(missing_shards=local_files.num_missing_shards(files))
+        self._tallies[split] = tally
+        rows = (row for file in files for row in self._rows(file, tally))
         examples = [example for row in rows if (example := self._parse(row)) is not None]
         if tally.faults():
             logging.warning("split=%s of %s: %s", split, ", ".join(files), tally.faults())
@@ -365,6 +378,25 @@ class TableSource(ItemSource):
             held_out = split == "validation"
             examples = [e for i, e in enumerate(examples) if (i % every == 1) == held_out]
         return examples
+
+    def _rows(self, file: str, tally: local_files.Tally | None = None) -> Iterator[Row]:
+        return read_rows(
+            file,
+            self._columns,
+            layout=self._layout,
+            invalid_utf8=self._invalid_utf8,
+            tally=tally,
+            check_header=self._check_header,
+        )
+
+    def _check_header(self, header: Row) -> None:
+        """Raises `UserError` if the columns of a table without rows lack a field."""
+        try:
+            self._parse(header)
+        except NoFieldError:
+            raise
+        except errors.UserError:
+            return  # Names of columns are no values.
 
 
 def _suffix(file: str) -> str | None:
@@ -429,9 +461,15 @@ def _handle_invalid_cells(
             yield number, [local_files.replace_invalid(value) for value in values]
 
 
-def _table_rows(file: str, cells: Iterator[tuple[int, list[str]]], layout: Layout) -> Iterator[Row]:
+def _table_rows(
+    file: str,
+    cells: Iterator[tuple[int, list[str]]],
+    layout: Layout,
+    check_header: Callable[[Row], Any] | None,
+) -> Iterator[Row]:
     columns = [] if layout.columns is None else list(layout.columns)
     is_first, malformed = True, []
+    header: Row | None = None
     for number, values in cells:
         if not values:
             continue
@@ -443,6 +481,7 @@ def _table_rows(file: str, cells: Iterator[tuple[int, list[str]]], layout: Layou
                     f"file {file!r}, line {number} names the column {twice[0]!r} twice: "
                     f"{columns}; rename one of them."
                 )
+            header = Row(file, number, dict(zip(columns, columns, strict=True)))
         elif len(values) != len(columns):
             if layout.skips_malformed:
                 malformed.append(number)
@@ -452,8 +491,11 @@ def _table_rows(file: str, cells: Iterator[tuple[int, list[str]]], layout: Layou
                 f"{columns}; correct the line, or set columns."
             )
         else:
+            header = None
             yield Row(file, number, dict(zip(columns, values, strict=True)))
         is_first = False
+    if header is not None and check_header is not None:
+        check_header(header.renamed(layout.aliases))
     if malformed:
         logging.warning(
             "file %r: %d lines are left out for another number of columns than %d; the first is "

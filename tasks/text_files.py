@@ -6,6 +6,7 @@ folder is `$XDG_CACHE_HOME/convt5/text`; it can be deleted, in part or as a whol
 when a file changes.
 """
 
+import codecs
 import dataclasses
 import hashlib
 import io
@@ -125,7 +126,7 @@ class TextFiles:
         return local_files.Tally(**about["tally"])
 
     def documents(self) -> Iterator[bytes]:
-        """Yields the documents in the order of the files, as UTF-8.
+        """Yields the documents in the order of the files, as UTF-8; logs what is wrong with them.
 
         Whitespace at the ends of lines is kept.
         """
@@ -152,6 +153,8 @@ class TextFiles:
         for name in self.files():
             for document in reader.read(name):
                 yield document.encode()
+        if faults := reader.tally.faults():
+            logging.warning("text path=%s: %s", self.path, faults)
 
     def _name(self, format_number: int, files: Sequence[object]) -> str:
         about = [format_number, self.separator, self.text_key, self.holdout_every, *files]
@@ -188,8 +191,6 @@ class TextFiles:
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         about = {"tally": dataclasses.asdict(tally), "sizes": sizes}
         (folder / _ABOUT_FILE).write_text(json.dumps(about))
-        if tally.faults():
-            logging.warning("text path=%s: %s", self.path, tally.faults())
 
     def _check_not_empty(self, tally: local_files.Tally) -> None:
         if not tally.documents:
@@ -252,7 +253,7 @@ def _guess_separator(names: Sequence[str]) -> Separator:
         if local_files.is_json_lines(name):
             continue
         with local_files.explain_errors(name), local_files.open_bytes(name) as file:
-            start = file.read(_SNIFFED_BYTES).strip()
+            start = file.read(_SNIFFED_BYTES).removeprefix(codecs.BOM_UTF8).strip()
         if start:
             has_blank = any(not line.strip() for line in io.BytesIO(start))
             separator = "blank_line" if has_blank else "line"
@@ -265,7 +266,8 @@ class _Reader:
     """Reads documents from files, and counts them."""
 
     def __init__(self, files: TextFiles, separator: Separator):
-        self.tally = local_files.Tally()
+        missing = local_files.num_missing_shards(files.files())
+        self.tally = local_files.Tally(missing_shards=missing)
         self._files = files
         self._separator = separator
 

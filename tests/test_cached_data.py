@@ -528,6 +528,31 @@ def test_evaluation_without_end_is_refused_before_anything_is_made(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_files_that_a_task_evaluation_measures_are_refused_as_they_are_in_training(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (tmp_path / "run.gin").write_text(f"""
+        include 'gin/runs/pretrain_text.gin'
+        from __gin__ import dynamic_registration
+        from convt5 import evaluation
+        from convt5.tasks import pretraining
+        from convt5.tasks import vocabularies
+        from convt5.training import trainer
+        pretraining.text_span_corruption.vocabulary = @vocabularies.characters()
+        other/pretraining.text_span_corruption.path = '{tmp_path}/c.txt'
+        other/pretraining.text_span_corruption.validation_path = '{tmp_path}/b.txt'
+        evaluation.TaskEval.task = @other/pretraining.text_span_corruption()
+        evaluation.TaskEval.max_input_length = 8
+        evaluation.TaskEval.max_length = 8
+        trainer.train.task_evals = [@evaluation.TaskEval()]
+        VOCABULARY = 'unused'
+        TEXT = '{tmp_path}/[ab].txt'
+        """)
+    with pytest.raises(errors.UserError, match=r"b\.txt' of split='validation' is also among"):
+        cache.main([f"--gin_file={tmp_path}/run.gin", f"--output_dir={tmp_path}/cache"])
+    assert not (tmp_path / "cache").exists()
+
+
 def test_positions_of_very_long_rows_are_kept(tmp_path):
     length = 2**16 + 4
     rows = made(rows=1) | {

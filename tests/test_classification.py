@@ -311,6 +311,7 @@ class TestBadInput:
             ('{"text": "x", "label": null}', r"line 3 has nothing under 'label'"),
             ('{"text": NaN, "label": "positive"}', r"line 3 has nothing under 'text'"),
             ('{"body": "x", "label": "positive"}', r"no field 'text'; .*\['body', 'label'\]"),
+            ('{"text": -1e400, "label": "positive"}', r"line 3 has -inf under 'text', .* no text"),
             ('{"text": ["x"], "label": "positive"}', r"line 3 has \['x'\] under 'text'"),
         ],
     )
@@ -362,6 +363,13 @@ class TestBadInput:
     def test_a_column_that_is_named_twice_is_refused(self, read):
         with pytest.raises(errors.UserError, match="line 1 names the column 'text' twice"):
             read("text,text,label\na,b,positive\n", "train.csv")
+
+    def test_a_header_without_rows_is_told_if_it_lacks_a_field(self, read):
+        # It may be the only row of a file without a header.
+        with pytest.raises(errors.UserError, match=r"line 1 has no field 'label'; its fields are"):
+            read("a fine film\tpositive\n", "train.tsv")
+        with pytest.raises(errors.UserError, match="split='train' has no row"):
+            read("text\tlabel\n", "train.tsv")
 
     def test_columns_without_a_name_are_left_alone(self, read):
         assert read("text,label,,\na,positive,,\n", "train.csv") == [
@@ -621,13 +629,15 @@ def test_files_that_stand_for_the_same_rows_are_refused(tmp_path, names, splits)
 
 
 @pytest.mark.parametrize("name", ["dev.json", "validation.parquet", "valid-00000-of-00001.txt"])
-def test_rows_of_train_are_not_held_out_in_place_of_a_file_that_is_not_read(tmp_path, name):
+def test_rows_of_train_are_not_held_out_in_place_of_a_file_that_is_not_read(tmp_path, caplog, name):
     for each in ("train.jsonl", name):
         (tmp_path / each).touch()
     with pytest.raises(errors.UserError, match=rf"{name}' is .* but of no known kind; convert"):
         tables.find_splits(tmp_path)
     (tmp_path / "dev.jsonl").touch()
+    (tmp_path / "README.md").touch()
     assert tables.find_splits(tmp_path).keys() == {"train", "validation"}
+    assert f"1 files are not read, such as '{tmp_path}/{name}' of split=" in caplog.text
 
 
 def test_files_may_end_in_capitals(tmp_path):

@@ -25,7 +25,7 @@ from convt5.evaluation.inputs import Item
 from convt5.evaluation.predictor import Prediction
 from convt5.evaluation.results import Outcome, Results, ResumableLines
 from convt5.evaluation.settings import PredictConfig
-from convt5.interchange import portable
+from convt5.interchange import loading, portable
 from convt5.modeling.tree_paths import named_leaves
 from convt5.text import task_format, vocabulary_files
 from convt5.training.run_log import read_records
@@ -166,6 +166,14 @@ def test_tables_are_read_as_in_training(tmp_path, name, fields, given):
     assert ([item.text for item in found.read()], found.total) == ([given], 1)
     with pytest.raises(UserError, match=r"line 2 has no field 'title'|field=title names one"):
         inputs.from_files(str(tmp_path / name), field="title")
+
+
+def test_a_header_without_rows_is_told_if_it_lacks_the_field(tmp_path):
+    (tmp_path / "in.tsv").write_text("the only row\t1\n")
+    with pytest.raises(UserError, match=r"in.tsv, line 1 has no field 'inputs or input or"):
+        inputs.from_files(str(tmp_path / "in.tsv"))
+    (tmp_path / "in.tsv").write_text("text\tid\n")
+    assert inputs.from_files(str(tmp_path / "in.tsv")).faults() == "1 empty files"
 
 
 def test_a_missing_file_is_named():
@@ -488,6 +496,27 @@ def test_an_output_of_an_earlier_run_of_the_same_name_is_refused(run_dir, task, 
     before = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in before.items() if k != "model"}))
     assert infer.main([f"--checkpoint={run}", *argv]) == 0
+
+
+def test_an_output_of_an_exported_model_that_was_replaced_is_refused(tmp_path):
+    model = tiny_run.make_model()
+    params = dict(named_leaves(model))
+    (tmp_path / "model").mkdir()
+    portable.write_model(tmp_path / "model", model.config, params, step=7)
+    (tmp_path / "in.txt").write_text("one\n")
+    output = tmp_path / "out.jsonl"
+    argv = [f"--checkpoint={tmp_path}/model", "--vocabulary=bytes", f"--output={output}"]
+    argv += [f"--input={tmp_path}/in.txt", "--dry_run"]
+    output.write_text("{}\n")
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    told = {"model": loading.fingerprint(tmp_path / "copy")}
+    (tmp_path / "out.jsonl.settings.json").write_text(json.dumps(told))
+    with pytest.raises(UserError, match=r"made with other settings \((?!.*model: )"):
+        infer.main(argv)
+    name, first = next(iter(params.items()))
+    portable.write_model(tmp_path / "model", model.config, {**params, name: first + 1}, step=7)
+    with pytest.raises(UserError, match=r"made with other settings \(.*model: \w+ -> \w+"):
+        infer.main(argv)
 
 
 def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypatch):

@@ -201,6 +201,7 @@ class TestFields:
             ({"first": "a"}, r"input 1 has no field 'second', but \['first'\].* and 'first'\.$"),
             ({"first": "a", "second": " "}, "input 1 has nothing in the field 'second'"),
             ({"first": math.nan, "second": "b"}, r"has nan in the field 'first', which must be t"),
+            ({"first": -math.inf, "second": "b"}, r"has -inf in the field 'first', which must be"),
             ({"first": ["a"], "second": "b"}, r"has \['a'\] in the field 'first', which must be t"),
             (3, "is 3, which is neither a text"),
         ],

@@ -46,8 +46,9 @@ def test_blank_lines_separate_documents_in_any_compression(tmp_path, suffix):
     assert documents == [b"First line.\nIts second line.", b"Other document.", b"Third."]
 
 
-def test_without_a_blank_line_each_line_is_a_document(tmp_path):
-    path = write(tmp_path / "text.txt", "one\n\ttwo \r\nthree\n\n")
+@pytest.mark.parametrize("start", ["", "\n\n", "\ufeff\n\n"])
+def test_without_a_blank_line_each_line_is_a_document(tmp_path, start):
+    path = write(tmp_path / "text.txt", f"{start}one\n\ttwo \r\nthree\n\n")
     assert list(TextFiles(path=path).documents()) == [b"one", b"\ttwo ", b"three"]
 
 
@@ -66,6 +67,20 @@ def test_json_lines_hold_a_document_each(tmp_path, suffix):
     path = write(tmp_path / f"rows.jsonl{suffix}", text, suffix)
     documents = list(TextFiles(path=path).documents())
     assert documents == [b"one\n\nstill one", "naïve".encode()]
+
+
+def test_files_that_are_missing_of_a_numbered_set_are_told(tmp_path):
+    for name in ("a-00000-of-00003.jsonl", "a-00002-of-00003.jsonl.gz", "b-1-of-1.jsonl"):
+        suffix = ".gz" if name.endswith(".gz") else ""
+        write(tmp_path / name, '{"text": "one"}\n', suffix)
+    path = str(tmp_path / "*.jsonl*")
+    table = tables.TableSource(path, lambda row: {"text": row.text("text")})
+    for told in (
+        TextFiles(path=path).tally().faults(),
+        table.tally("train").faults(),
+        inputs.from_files(path).faults(),
+    ):
+        assert told == "1 files missing from numbered sets such as part-00000-of-00002"
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json"])
@@ -312,7 +327,7 @@ def test_the_encoding_of_text_that_is_no_utf_8_is_guessed(tmp_path, encoding, ma
 @pytest.mark.parametrize("name", ["a.txt", "a.tsv", "a.csv"])
 def test_text_with_a_nul_for_every_letter_is_not_utf_8(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(b"one\nt\0w\0o\0\nthree\n")
+    path.write_bytes(b"one\nt\0w\0o\0\nthree\na\0 sparse nul \xff\n")
 
     def read(policy):
         if name == "a.txt":
@@ -323,7 +338,7 @@ def test_text_with_a_nul_for_every_letter_is_not_utf_8(tmp_path, name):
     fault = rf"{name}', line 2 is not UTF-8 \(byte 0x00 after 't'\); .* \(tr -d '.000'\)"
     with pytest.raises(errors.UserError, match=fault):
         read("refuse")
-    assert read("replace") == ["one", "t\ufffdw\ufffdo\ufffd", "three"]
+    assert read("replace") == ["one", "t\ufffdw\ufffdo\ufffd", "three", "a\0 sparse nul \ufffd"]
     assert read("skip") == ["one", "three"]
 
 
@@ -524,7 +539,9 @@ LATIN = "eins\nzwei für\ndrei\n\nvier\n".encode("latin1")
         ({"separator": "blank_line"}, ["eins\nzwei f\ufffdr\ndrei", "vier"]),
     ],
 )
-def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(tmp_path, settings, expected):
+def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(
+    tmp_path, settings, expected, caplog
+):
     path = tmp_path / "latin.txt"
     path.write_bytes(LATIN)
     with pytest.raises(
@@ -535,6 +552,8 @@ def test_bytes_that_are_no_utf_8_are_refused_replaced_or_skipped(tmp_path, setti
     skipped = TextFiles(path=path, invalid_utf8="skip", **settings)
     assert [d.decode() for d in replaced.documents()] == expected
     assert [d.decode() for d in skipped.documents()] == [d for d in expected if "\ufffd" not in d]
+    for told in ("with bytes that are no UTF-8, which were replaced", "left out for bytes"):
+        assert caplog.text.count(f": 1 documents {told}") == 1
     assert (replaced.tally().replaced, skipped.tally().skipped) == (1, 1)
     assert skipped.tally().documents == len(expected) - 1
     assert replaced.fingerprint() != skipped.fingerprint()

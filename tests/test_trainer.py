@@ -23,9 +23,10 @@ from convt5 import errors
 from convt5.analysis.cost_report import Subject
 from convt5.checkpoints import checkpoint, reading, record
 from convt5.data.prefetching import position, split_position
-from convt5.evaluation import TaskEval
+from convt5.evaluation import EvalConfig, PredictConfig, TaskEval
 from convt5.interchange import initialization
 from convt5.modeling import sharding
+from convt5.sweeps.study import Grid
 from convt5.train import dry_run
 from convt5.training import optimizer, run_directory, run_log, schedule
 from convt5.training.averaging import EMA
@@ -36,6 +37,8 @@ from convt5.training.plan import make_plan
 from convt5.training.spikes import SkipSpikes
 from convt5.training.train_step import LossSums, StepConfig
 from convt5.training.trainer import TrainRun, train
+from convt5.vision import images, sources
+from convt5.vision.augmentation import Augmentation
 
 WIDTH = 8
 RULES = (sharding.Rule(r"kernel$"),)
@@ -1100,6 +1103,7 @@ def test_settings_of_a_wrong_type_are_told_together_before_anything_is_made(tmp_
         tmp_path / "run",
         num_steps=2,
         eval_num_batches=2.5,
+        schedule=0.1,
         train_data=counting_run.Numbers(batch_size=8, num_examples=True),
     )
     with pytest.raises(errors.UserError) as caught:
@@ -1107,9 +1111,15 @@ def test_settings_of_a_wrong_type_are_told_together_before_anything_is_made(tmp_
     for words in (
         "eval_num_batches=2.5 must be of type int or NoneType",
         "train_data.num_examples=True must be of type int or NoneType",
+        "schedule=0.1 must be of type Schedule",
     ):
         assert words in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def images_of_digits(**settings):
+    sizes = {"batch_size": 2, "image_size": 8, "num_classes": 10}
+    return images.ImageDataConfig(**{"source": sources.Digits(), **sizes, **settings})
 
 
 @pytest.mark.parametrize(
@@ -1128,6 +1138,31 @@ def test_settings_of_a_wrong_type_are_told_together_before_anything_is_made(tmp_
             lambda: TaskEval(task="t", num_examples="all", max_input_length=1, max_length=1),
             "num_examples='all' must be of type int or NoneType",
         ),
+        (
+            lambda: optimizer.SGDConfig(not_decayed="bias"),
+            "not_decayed='bias' must be a list of str",
+        ),
+        (
+            lambda: optimizer.AdafactorConfig(stacked=(None,)),
+            r"stacked=\(None,\) must be a list of str",
+        ),
+        (
+            lambda: Augmentation(crop_area=0.5),
+            "crop_area=0.5 must be a list of float or N",
+        ),
+        (lambda: Augmentation(mixup_alpha=float("nan")), "mixup_alpha=nan must be at least 0"),
+        (
+            lambda: images_of_digits(stddev=("a", "b", "c")),
+            r"stddev=\('a', 'b', 'c'\) must be of type float or a list of float",
+        ),
+        (lambda: images_of_digits(augmentation="no"), "augmentation='no' must be of type Augment"),
+        (lambda: images_of_digits(source="digits"), "source='digits' must be of type ImageSource"),
+        (lambda: images_of_digits(mean=float("nan")), "mean=nan must be finite"),
+        (lambda: sources.Folder(path=1), "path=1 must be of type str"),
+        (lambda: sources.Folder(path="photos", channels=2), "channels=2 must be 1"),
+        (lambda: Grid(axes=["SEED"]), r"axes=\['SEED'\] must be a dictionary from str to Any"),
+        (lambda: EvalConfig(predict="no"), "predict='no' must be of type bool"),
+        (lambda: PredictConfig(batch_size=None), "batch_size=None must be at least 1, and an"),
     ],
 )
 def test_settings_of_a_wrong_type_are_told_where_a_program_makes_them(make, words):

@@ -264,6 +264,25 @@ def test_a_folder_has_a_class_in_each_of_its_folders(folder):
     assert batch["labels"].tolist() == [0, 0, 1, 1]
 
 
+def test_files_of_a_folder_that_are_not_read_are_told(folder):
+    for name in ("1.jpg", "cat/scan.tif", "dog/Thumbs.db"):
+        (folder / name).touch()
+    with pytest.warns(UserWarning, match=r"images: 3 files are not read, such as '1.jpg': images"):
+        assert Folder(path=str(folder)).open("train").size == 4
+    (folder / "dog" / "10.png").unlink()
+    (folder / "dog" / "11.PNG").unlink()
+    with pytest.raises(UserError, match=r"dog' holds no image, but 1 files .* such as 'Thumbs.db'"):
+        Folder(path=str(folder)).open("train")
+
+
+def test_names_of_images_may_be_any_bytes(folder):
+    (folder / "cat").rename(folder / os.fsdecode(b"c\xe4t"))
+    (folder / "dog" / "10.png").rename(folder / "dog" / os.fsdecode(b"10 %\n\xff.png"))
+    opened = Folder(path=str(folder), channels=1).open("train")
+    assert [opened.read(i)[1] for i in range(opened.size)] == [0, 0, 1, 1]
+    assert opened.class_names == ("c\\udce4t", "dog")
+
+
 def test_a_folder_holds_images_of_every_kind_of_file(tmp_path):
     (tmp_path / "cat").mkdir()
     for kind in ("bmp", "gif", "jpeg", "jpg", "PNG", "webp"):

@@ -17,6 +17,7 @@ from typing import Any
 
 from convt5.configuration import gin_types, trust
 from convt5.configuration.gin_names import ResolvedReference, Target
+from convt5.errors import checks
 
 BUILT = (
     "convt5.training.trainer.train",
@@ -146,7 +147,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if not (isinstance(hint, type) and isinstance(value, type)):
         return False
     if getattr(hint, "_is_protocol", False):
-        asked = gin_types.asked(hint)
+        asked = checks.protocol_members(hint)
         return bool(asked) and all(_does(value, hint, name) for name in asked)
     target = Target(value.__module__, value.__qualname__)
     return gin_types.fits(ResolvedReference((), target, call=True), hint)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from convt5 import errors
 from convt5.configuration.gin_names import ResolvedReference
+from convt5.errors import checks
 
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 _MAPPINGS = (dict, collections.abc.Mapping)
@@ -108,12 +109,17 @@ def _reference_fits(reference: ResolvedReference, hint: Any) -> bool:
     is_protocol = getattr(kind, "_is_protocol", False)
     if not reference.call:
         # A function fits a protocol that only requires a call.
-        return kind is type or (not is_class and is_protocol and asked(kind) == {"__call__"})
+        return kind is type or (
+            not is_class and is_protocol and checks.protocol_members(kind) == {"__call__"}
+        )
     if kind in _LISTS or kind in _MAPPINGS:
         return _has(target, "__iter__")
     if is_protocol:
         # A partial implementation may suffice; one without any of the members does not.
-        return any(_has(target, name) and _is_meant(target, kind, name) for name in asked(kind))
+        return any(
+            _has(target, name) and _is_meant(target, kind, name)
+            for name in checks.protocol_members(kind)
+        )
     return issubclass(target, kind)
 
 
@@ -134,13 +140,6 @@ def _is_meant(target: type, protocol: type, name: str) -> bool:
     return (
         inspect.signature(expected).parameters.keys() <= inspect.signature(actual).parameters.keys()
     )
-
-
-def asked(protocol: type) -> set[str]:
-    """Returns the methods and attributes that a protocol requires."""
-    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
-    names = {n for base in bases for n in (*vars(base), *inspect.get_annotations(base))}
-    return {name for name in names if name == "__call__" or not name.startswith("_")}
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:

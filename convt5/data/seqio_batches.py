@@ -70,7 +70,7 @@ class DataConfig:
         num_epochs: passes over each task; None never ends. The last batch of finite data is padded
             with empty rows of weight 0.
         use_cached: reads tasks from seqio's cache; tasks that require their cache always do.
-        cache_dirs: folders of seqio caches, in addition to those known to seqio.
+        cache_dirs: folders of seqio caches, or one, in addition to those known to seqio.
     """
 
     mixture: Any
@@ -83,7 +83,7 @@ class DataConfig:
     seed: int = 0
     num_epochs: int | None = None
     use_cached: bool = False
-    cache_dirs: Sequence[str] = ()
+    cache_dirs: str | Sequence[str] = ()
 
     def __post_init__(self):
         errors.raise_all(

@@ -1,11 +1,12 @@
 """Checks shared by the descriptions of all models: plain values, counts, choices."""
 
 import dataclasses
+import inspect
 import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from convt5 import errors
@@ -60,10 +61,10 @@ def is_description(value: object) -> TypeGuard[Any]:
 
 
 def type_faults(description: Any, where: str = "") -> Iterator[str]:
-    """Yields a sentence for each number, switch or text of another type than its annotation.
+    """Yields a sentence for each attribute of another type than its annotation.
 
     A count of 2.5 or NaN, or a switch "no", would otherwise be used silently. Descriptions inside
-    `description` are checked too; other annotations are not.
+    `description` are checked too.
     """
     try:
         hints = typing.get_type_hints(type(description))
@@ -71,14 +72,60 @@ def type_faults(description: Any, where: str = "") -> Iterator[str]:
         hints = {}
     for field in dataclasses.fields(description):
         value, name = getattr(description, field.name), f"{where}{field.name}"
-        hint = hints.get(field.name)
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        kinds = typing.get_args(hint) if is_union else (hint,)
-        if is_description(value):
+        hint = hints.get(field.name, Any)
+        if not _fits(value, hint):
+            words = _type_name(hint)
+            kind = "" if words.startswith("a ") else "of type "
+            yield f"{name}={errors.clip(value)} must be {kind}{words}."
+        elif is_description(value):
             yield from type_faults(value, f"{name}.")
-        elif all(kind in _PLAIN for kind in kinds) and not any(_PLAIN[k](value) for k in kinds):
-            words = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
-            yield f"{name}={errors.clip(value)} must be of type {words}."
+
+
+def protocol_members(protocol: type) -> set[str]:
+    """Returns the methods and attributes that a protocol requires."""
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False)]
+    names = {n for base in bases for n in (*vars(base), *inspect.get_annotations(base))}
+    return {name for name in names if name == "__call__" or not name.startswith("_")}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Returns False only if a value certainly violates an annotation."""
+    kinds = _alternatives(hint)
+    if len(kinds) > 1:
+        return any(_fits(value, kind) for kind in kinds)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Sequence, tuple):
+        is_list = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        return is_list and all(_fits(item, inner[0]) for item in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _fits(part, kind)
+            for item in value.items()
+            for part, kind in zip(item, inner, strict=True)
+        )
+    if getattr(hint, "_is_protocol", False):
+        # A partial implementation may suffice; one without any of the members does not.
+        return any(hasattr(value, name) for name in protocol_members(hint))
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, typing.cast(type, hint))
+    return hint not in _PLAIN or _PLAIN[hint](value)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _type_name(hint: Any) -> str:
+    kinds, origin = _alternatives(hint), typing.get_origin(hint)
+    if len(kinds) > 1:
+        return " or ".join(map(_type_name, kinds))
+    inner = [_type_name(kind) for kind in typing.get_args(hint) if kind is not Ellipsis]
+    if origin in (Sequence, tuple):
+        return f"a list of {inner[0]}"
+    if origin is Mapping:
+        return f"a dictionary from {inner[0]} to {inner[1]}"
+    return getattr(hint, "__name__", str(hint))
 
 
 _PLAIN: dict[Any, Callable[[object], bool]] = {

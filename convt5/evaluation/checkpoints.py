@@ -40,12 +40,13 @@ class Found(NamedTuple):
     run_dir: epath.Path
 
     def described(self) -> dict[str, str]:
-        """Returns what identifies the model, as JSON values; nothing for an exported model.
+        """Returns what identifies the model, as JSON values.
 
         Raises:
             UserError: its checkpoint was removed, or is damaged.
         """
-        return {} if self.step is None else {"model": reading.fingerprint(self.folder)}
+        identify = loading.fingerprint if self.step is None else reading.fingerprint
+        return {"model": identify(self.folder)}
 
 
 def select(directory: epath.PathLike, which: str = LATEST) -> list[Found]:

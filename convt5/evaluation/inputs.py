@@ -1,6 +1,7 @@
 """The inputs of `infer`: lines of text, fields of rows, standard input, or a split of a task."""
 
 import fnmatch
+import functools
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,9 +85,15 @@ def from_files(
                 # Deferred: imports TensorFlow, which other inputs do not need.
                 from convt5.tasks import tables
 
-                rows = tables.read_rows(name, invalid_utf8=invalid_utf8, tally=tally)
-                lines = (_Line(row.values, f"{name}, line {row.line}") for row in rows)
-                yield from _items(lines, _record_parser(field, format), skip_blank=False)
+                items = functools.partial(_row_items, parse=_record_parser(field, format))
+                yield from items(
+                    tables.read_rows(
+                        name,
+                        invalid_utf8=invalid_utf8,
+                        tally=tally,
+                        check_header=lambda header, items=items: list(items([header])),
+                    )
+                )
                 continue
             is_json = local_files.is_json_lines(name)
             parse, skips_blank = _parser(field, format, is_json=is_json)
@@ -98,7 +105,7 @@ def from_files(
                     yield item
             tally.empty_files += tally.documents == before
 
-    tally = local_files.Tally()
+    tally = local_files.Tally(missing_shards=local_files.num_missing_shards(names))
     total = sum(1 for _ in read(tally))
     return Inputs(
         path, total, lambda: _as_many(total, read(local_files.Tally()), path), tally.faults
@@ -277,6 +284,11 @@ def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> I
         text = local_files.handle_invalid(line, name, number, invalid_utf8, tally)
         if text is not None:
             yield _Line(text, f"{name}, line {number}")
+
+
+def _row_items(rows: Iterable[Any], parse: Callable[[Any], Any]) -> Iterator[Item]:
+    lines = (_Line(row.values, f"{row.file}, line {row.line}") for row in rows)
+    return _items(lines, parse, skip_blank=False)
 
 
 def _items(

@@ -5,7 +5,7 @@ precedence.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from convt5 import errors
@@ -64,7 +64,8 @@ class PredictConfig:
         faults = [
             f"{name}={value!r} must be at least 1, and an integer."
             for name in ("max_length", "max_input_length", "batch_size")
-            if (value := getattr(self, name)) is not None and rules.count(value)
+            if rules.count(value := getattr(self, name))
+            and not (value is None and name in _LENGTHS)
         ]
         faults += _seed_faults(self.seed)
         if self.strategy is not None and not checks.is_description(self.strategy):
@@ -137,6 +138,7 @@ class PredictConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class EvalConfig:
     """Which tasks are measured, and on which of their examples.
 
@@ -151,7 +153,7 @@ class EvalConfig:
         seed: random seed of everything random in a task.
     """
 
-    tasks: Sequence[Any] = ()
+    tasks: Any = ()
     split: str | None = None
     num_examples: int | None = None
     every_nth: int = 1

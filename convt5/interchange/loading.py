@@ -1,6 +1,8 @@
 """`convt5.load_model`: loads a trained model from its folder, in any supported format."""
 
 import dataclasses
+import hashlib
+import json
 import os
 import pathlib
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from convt5.checkpoints import reading
 from convt5.interchange import hugging_face, portable, pytorch_model
 from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.modeling.tree_paths import named_leaves
+from convt5.runtime import local_files
 
 if TYPE_CHECKING:
     from convt5.modeling.model import ConvT5
@@ -75,6 +78,25 @@ def exported_config(directory: epath.PathLike) -> Any:
     path = pathlib.Path(os.path.expanduser(directory))
     config, _ = _reader(path).read_description(path)
     return config
+
+
+def fingerprint(directory: epath.PathLike) -> str:
+    """Returns what identifies an exported model, wherever it lies: its description and weights.
+
+    Weights are read as by `local_files.contents`: of files above 16 MiB, blocks.
+    """
+    path = pathlib.Path(os.path.expanduser(directory))
+    read = [
+        local_files.contents(os.fspath(file))
+        for file in sorted(path.iterdir())
+        if _is_of_model(file)
+    ]
+    return hashlib.sha256(json.dumps(read).encode()).hexdigest()[:32]
+
+
+def _is_of_model(file: pathlib.Path) -> bool:
+    is_described = file.name in (portable.DESCRIPTION, hugging_face.CONFIG)
+    return file.is_file() and (is_described or file.suffix in (".safetensors", ".bin"))
 
 
 def _reader(path: pathlib.Path) -> Any:

@@ -2,6 +2,7 @@
 
 import bz2
 import codecs
+import collections
 import contextlib
 import dataclasses
 import glob
@@ -29,6 +30,7 @@ _UTF_16 = tuple(
     mark.decode("utf-8", "surrogateescape") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 )
 _SHARD = re.compile(r"-\d+-of-\d+$")
+_SHARD_OF_SET = re.compile(r"(.*)-\d+-of-(\d+)(.*)", re.DOTALL)
 _WHOLE_BYTES = 2**24
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
@@ -123,6 +125,13 @@ def _check_held_out(train: Sequence[str], held_out: Sequence[str], split: str) -
             "measures the model would be trained on; leave it out of one of the two paths, for "
             "instance by a glob that matches only one of them."
         )
+
+
+def num_missing_shards(names: Iterable[str]) -> int:
+    """Returns how many files are absent from sets with names like part-00000-of-00002.txt."""
+    places = map(_SHARD_OF_SET.fullmatch, map(without_compression, _by_place(names)))
+    sets = collections.Counter(place.group(1, 2, 3) for place in places if place)
+    return sum(max(0, int(total) - found) for (_, total, _), found in sets.items())
 
 
 def common(train: Iterable[str], held_out: Iterable[str]) -> list[str]:
@@ -235,6 +244,7 @@ class Tally:
         documents, text_bytes: number of documents or rows, and bytes of their text.
         replaced, skipped: documents or rows that are not UTF-8, by how they were handled.
         quoted: rows of .tsv files with a field that is quoted as in .csv files.
+        missing_shards: as `num_missing_shards`.
     """
 
     files: int = 0
@@ -244,6 +254,7 @@ class Tally:
     replaced: int = 0
     skipped: int = 0
     quoted: int = 0
+    missing_shards: int = 0
 
     def faults(self) -> str:
         """Returns a warning for the user, or an empty text."""
@@ -253,6 +264,7 @@ class Tally:
             "documents left out for bytes that are no UTF-8": self.skipped,
             "rows of .tsv quoted like .csv, as pandas does, whose quotes are kept as text (write "
             "the file with csv.QUOTE_NONE, or as .csv)": self.quoted,
+            "files missing from numbered sets such as part-00000-of-00002": self.missing_shards,
         }
         return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
@@ -313,9 +325,9 @@ def handle_invalid(
 
 
 def replace_invalid(text: str) -> str:
-    """Replaces invalid bytes and NUL in text from `text_lines` by U+FFFD."""
+    """Replaces invalid bytes in text from `text_lines` by U+FFFD, and NUL in UTF-16."""
     whole = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return whole.replace("\0", "\ufffd")
+    return whole.replace("\0", "\ufffd") if _is_a_quarter_nul(text) else whole
 
 
 def check_no_utf_16(name: str) -> None:

@@ -51,8 +51,8 @@ class Claim:
 
     text: str
     studies: Sequence[str]
-    contrast: Mapping[str, Sequence[str]]
-    where: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    contrast: Mapping[str, Any]
+    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lines: str | None = None
     least: float | None = None
 

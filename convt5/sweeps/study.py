@@ -57,6 +57,7 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Grid:
     """All combinations of the values of some axes.
 

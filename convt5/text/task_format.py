@@ -6,6 +6,7 @@ directory saves the formats of its training tasks as plain values in `task.json`
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -169,7 +170,9 @@ class TaskFormat:
         return json.dumps(dict.fromkeys(self.fields, "..."), ensure_ascii=False)
 
     def _text(self, value: Any, field: str) -> str:
-        if not isinstance(value, str | int | float) or value != value:  # NaN is no text.
+        # NaN is no text, nor is infinity, which JSON's 1e400 becomes.
+        is_no_number = isinstance(value, float) and not math.isfinite(value)
+        if not isinstance(value, str | int | float) or is_no_number:
             raise FieldError(f"has {value!r} in the field {field!r}, which must be text")
         text = str(value).strip() if self.strip else str(value)
         if not text.strip() and not self.is_plain:

@@ -138,8 +138,12 @@ class TrainRun(StepConfig, Intervals):
             for task in self.task_evals:
                 if check := getattr(task, "check", None):
                     check(self.model)
-        data_checks.check_files_apart(self.train_data, self.eval_data, *self.task_evals)
+        self.check_files_apart()
         data_checks.check_rows(self.data)
+
+    def check_files_apart(self) -> None:
+        """Raises `UserError` if files of an evaluation are among those that are trained on."""
+        data_checks.check_files_apart(self.train_data, self.eval_data, *self.task_evals)
 
     def has_vocabulary_here(self) -> bool:
         """Returns whether all vocabulary files exist on this machine, none in a bucket."""
@@ -210,7 +214,7 @@ class TrainRun(StepConfig, Intervals):
         """
         self.check()
         data_checks.check_vocabulary(self.model, self.data)
-        data_checks.check_files_apart(self.train_data, self.eval_data, *self.task_evals)
+        self.check_files_apart()
         programs = compilation.enable_persistent_cache()
         with stages.stage("plan"):
             plan = self.plan().keeping_programs(programs if keep_programs else None)

@@ -54,9 +54,9 @@ class Augmentation:
 
     def __post_init__(self):
         faults = [
-            f"{name}={getattr(self, name)} must be at least 0."
+            f"{name}={getattr(self, name)} must be at least 0, and finite."
             for name in ("mixup_alpha", "cutmix_alpha", "color_jitter")
-            if getattr(self, name) < 0
+            if not 0 <= getattr(self, name) < np.inf
         ]
         for name, most in (("crop_area", 1.0), ("crop_aspect", np.inf)):
             value = getattr(self, name)

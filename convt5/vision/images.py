@@ -89,6 +89,8 @@ class ImageDataConfig:
                 faults.append(
                     f"{name}={getattr(self, name)} must be one number, or {self.in_channels}."
                 )
+        if not np.all(np.isfinite(self.mean)):
+            faults.append(f"mean={self.mean} must be finite.")
         if not np.all(np.asarray(self.stddev) > 0):
             faults.append(f"stddev={self.stddev} must be positive.")
         errors.raise_all(faults, where="ImageDataConfig")
@@ -131,10 +133,10 @@ class ImageDataConfig:
         opened = self.source.open(self.split)
         low, high = opened.labels
         if low < 0 or high >= self.num_classes:
+            more = f"set num_classes, also of the model, to at least {high + 1}, or " * (low >= 0)
             raise errors.UserError(
                 f"labels run from {low} to {high} in split={self.split!r}, but num_classes="
-                f"{self.num_classes} allows 0 to {self.num_classes - 1}; set num_classes, also of "
-                f"the model, to at least {high + 1}, or correct the labels."
+                f"{self.num_classes} allows 0 to {self.num_classes - 1}; {more}correct the labels."
             )
         return ImageBatches(self, opened, slice(process_index * rows, (process_index + 1) * rows))
 

@@ -9,8 +9,10 @@ import functools
 import glob
 import hashlib
 import io
+import itertools
 import os
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -18,6 +20,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import foreign_files, quiet_imports, tfds_features
 
 OnCorrupt = Literal["refuse", "skip"]
@@ -88,6 +91,7 @@ class Digits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Npz:
     """Arrays in a .npz file: `images` uint8 [N, H, W] or [N, H, W, C], and `labels` [N].
 
@@ -125,12 +129,14 @@ class Npz:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Folder:
     """Image files in one folder for each class; classes are numbered in the order of their names.
 
     If `{split}` is in the path and there is a split "train", its folders define the numbers of the
     classes, so that a split without some of them has the same labels. Otherwise all splits must
-    have the same folders, some of which may be empty. Names that begin with a dot are ignored.
+    have the same folders, some of which may be empty. Names that begin with a dot are ignored. A
+    warning counts files of other kinds, and images outside of the class folders.
 
     Attributes:
         path: the folder of the class folders; `{split}` in it is replaced by the split.
@@ -140,18 +146,35 @@ class Folder:
     path: str
     channels: int = 3
 
+    def __post_init__(self):
+        if self.channels not in (1, 3):
+            raise errors.UserError(
+                f"Folder: channels={self.channels} must be 1 (grey) or 3 (colour)."
+            )
+
     def open(self, split: str) -> ImageSet:
-        """Lists the files, without reading them."""
+        """Lists the files, without reading them.
+
+        Raises:
+            UserError: there is no image, or a class folder holds only files of other kinds.
+        """
         root = self._root(split)
         if not root.is_dir():
             raise errors.UserError(f"path={root} is no folder; name one with a folder per class.")
         own, classes = _class_folders(root), self._classes(root)
-        files = [
-            (path, label)
-            for label, name in enumerate(classes)
-            if name in own
-            for path in _image_files(root / name)
-        ]
+        files: list[tuple[pathlib.Path, int]] = []
+        unread = [path for path in root.iterdir() if _is_image(path) and not path.is_dir()]
+        for label, name in enumerate(classes):
+            images, others = _class_files(root / name) if name in own else ([], [])
+            files += [(path, label) for path in images]
+            unread += others
+        if unread:
+            warnings.warn(
+                f"path={root}: {len(unread):,} files are not read, such as "
+                f"{str(unread[0].relative_to(root))!r}: images are files in class folders that end "
+                f"in {', '.join(_SUFFIXES)}.",
+                stacklevel=2,
+            )
         if not files:
             raise errors.UserError(
                 f"path={root} holds no image; expected files that end in {', '.join(_SUFFIXES)}, "
@@ -169,8 +192,8 @@ class Folder:
             size=len(files),
             labels=(files[0][1], files[-1][1]),
             read=read,
-            fingerprint=hashlib.sha256("\n".join(names).encode()).hexdigest(),
-            class_names=tuple(classes),
+            fingerprint=hashlib.sha256(os.fsencode("\n".join(names))).hexdigest(),
+            class_names=tuple(map(errors.printable, classes)),
         )
 
     def _root(self, split: str) -> pathlib.Path:
@@ -210,6 +233,7 @@ class Folder:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class Tfds:
     """A TFDS data set with features `image` and `label`, such as mnist, cifar10, imagenet2012.
 
@@ -289,10 +313,22 @@ def _class_folders(root: pathlib.Path) -> list[str]:
     return sorted(child.name for child in children if child.is_dir())
 
 
-def _image_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files of a class, at any depth."""
-    paths = map(pathlib.Path, foreign_files.files_below(folder))
-    return sorted(path for path in paths if path.suffix.lower() in _SUFFIXES)
+def _class_files(folder: pathlib.Path) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+    """Returns the images of a class, at any depth, and its files of other kinds."""
+    paths = sorted(map(pathlib.Path, foreign_files.files_below(folder)))
+    images = list(filter(_is_image, paths))
+    others = list(itertools.filterfalse(_is_image, paths))
+    if others and not images:
+        raise errors.UserError(
+            f"class folder {str(folder)!r} holds no image, but {len(others):,} files of other "
+            f"kinds, such as {others[0].name!r}; convert them to one of {', '.join(_SUFFIXES)}, or "
+            "remove them: a class may be empty."
+        )
+    return images, others
+
+
+def _is_image(path: pathlib.Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES
 
 
 def in_memory(images: np.ndarray, labels: np.ndarray) -> ImageSet:
