@@ -52,7 +52,11 @@ def test_an_imported_checkpoint_is_an_ordinary_run(capsys, checkpoint, tmp_path)
     text = run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
     assert "mapped    shared/embedding -> token_embedder/embedding" in text
     assert "skipped   global_step" in text
-    assert text.startswith((out / "conversion.txt").read_text().split("\n", 1)[1][:30])
+    overview, variables = (
+        (out / "conversion.txt").read_text().split("\n", 1)[1].split("mapped  ", 1)
+    )
+    assert overview.count("note: ") > 1
+    assert text.startswith(f"mapped  {variables}{overview}")
     assert {"checkpoints", "config.gin", "model.gin", "conversion.txt"} == entries(out)
     assert find_checkpoint(out).name == "7"
     model = convt5.load_model(out)

@@ -505,6 +505,28 @@ def test_tokens_and_segments_that_mix_examples_up_are_refused(unchecked):
             model(tokens, tokens, **{f"{side}_segment_ids": packed})
 
 
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"encoder_input_tokens": [3, 4]}, r"shape \(2,\), but must have the axes \[batch, length"),
+        ({"encoder_input_tokens": [[2**32 + 3, 4]]}, "token id 4294967299 must be in"),
+        ({"decoder_input_tokens": [[2**32, 4]]}, "token id 4294967296 must be in"),
+        ({"encoder_segment_ids": [[2**32, 1]]}, "ids of more than 32 bits"),
+        ({"decoder_segment_ids": [[2**32, 1]]}, "ids of more than 32 bits"),
+        ({"encoder_segment_ids": [[1]]}, r"shape \(1, 1\), but tokens \(1, 2\)"),
+        ({"decoder_positions": [[0]]}, r"int32 \(1, 1\), but must be integers \(1, 2\)"),
+        ({"encoder_positions": [[0.0, 1.0]]}, r"float\d\d \(1, 2\), but must be integers"),
+    ],
+)
+def test_inputs_that_would_be_cut_or_stretched_are_refused(unchecked, inputs, message):
+    model = tiny_model("attention", positions="learned", max_positions=6)
+    known = dict.fromkeys(("encoder_input_tokens", "decoder_input_tokens"), np.array([[3, 4]]))
+    segments = {f"{side}_segment_ids": np.array([[1, 1]]) for side in ("encoder", "decoder")}
+    given = {name: np.array(values) for name, values in inputs.items()}
+    with pytest.raises((UserError, ValueError), match=message):
+        model(**known | segments | given)
+
+
 def test_each_seed_of_64_bits_has_a_key_of_its_own():
     seeds = (0, 1, 2**32, 2**32 + 1, 2**63 - 1, -1, -(2**63))
     keys = {tuple(jax.random.key_data(seed_key(seed)).tolist()) for seed in seeds}

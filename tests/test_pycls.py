@@ -20,6 +20,7 @@ from convt5.interchange import loading, pycls
 from convt5.interchange.mapping import take_apart
 from convt5.modeling import sharding
 from convt5.modeling.tree_paths import named_leaves
+from convt5.training import run_directory
 from convt5.vision.architecture import ViTConfig
 
 CONFIGS = {
@@ -174,6 +175,41 @@ def test_a_vision_model_goes_through_safetensors_unchanged(tmp_path, capsys):
     again = f"--output_dir={tmp_path}/again"
     assert convert.main(["--from=safetensors", f"--checkpoint={tmp_path}/plain", again]) == 0
     assert_holds_the_same(convt5.load_model(tmp_path / "again"), "conv")
+    settings = [(tmp_path / run / "config.gin").read_text() for run in ("run", "again")]
+    assert all("ImageDataConfig.channel_order = 'bgr'" in text for text in settings)
+
+
+def test_an_export_tells_how_images_were_normalised(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", **foreign("conv"))
+    import_file(tmp_path / "a.npz", tmp_path / "run", "conv")
+    settings = tmp_path / "run" / "config.gin"
+    bgr, rgb = (f"images.ImageDataConfig.channel_order = {order!r}" for order in ("bgr", "rgb"))
+    settings.write_text(settings.read_text().replace(bgr, rgb))
+    (tmp_path / "run" / "classes.json").write_text('{"classes": ["cat", "dog"]}')
+
+    def convert_to(name, *flags):
+        assert convert.main([*flags, f"--output_dir={tmp_path / name}"]) == 0
+        return tmp_path / name
+
+    capsys.readouterr()
+    export = convert_to("export", "--to=safetensors", f"--checkpoint={tmp_path}/run")
+    assert "mapped    " not in capsys.readouterr().out
+    flags = ["--from=safetensors", f"--checkpoint={export}"]
+    back = convert_to("back", *flags)
+    text = (back / "config.gin").read_text()
+    assert rgb in text
+    assert "ImageDataConfig.mean = [0.485, " in text
+    assert run_directory.find_class_names(back) == ["cat", "dog"]
+    about = json.loads((export / "convt5.json").read_text())
+    del about["normalisation"]
+    (export / "convt5.json").write_text(json.dumps(about))
+    unknown = convert_to("unknown", *flags)
+    assert "how images were normalised is unknown" in capsys.readouterr().out
+    assert "channel_order" not in (unknown / "config.gin").read_text()
+    about["normalisation"] = {"mean": "@f"}
+    (export / "convt5.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"normalisation=.* must hold channel_order, mean, stddev"):
+        convert_to("wrong", *flags)
 
 
 @pytest.mark.parametrize("target", ["hf", "stablehlo"])

@@ -109,7 +109,7 @@ def test_ties_are_told_wherever_the_table_lies(torch, exported):
     torch.save(tensors, path)
     imported = hugging_face.read_model(folder)
     assert_same(imported, arrays)
-    assert "shared.weight is absent; lm_head.weight, which is tied" in imported.report.text()
+    assert "shared.weight is absent; lm_head.weight, which is tied" in imported.report.overview()
 
 
 def test_tensors_that_are_missing_or_too_many_are_told_together(torch, exported):

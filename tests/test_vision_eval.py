@@ -222,6 +222,18 @@ def test_a_model_may_have_more_logits_than_the_images_have_classes():
     assert [record["prediction_names"] for record in found.records] == [expected] * 4
 
 
+def test_images_of_other_classes_than_in_training_are_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "classes.json").write_text('{"classes": ["none", "columns"]}')
+    data = ImageDataConfig(
+        source=Named(), batch_size=16, image_size=8, in_channels=1, num_classes=3
+    )
+    settings = run_settings.RunSettings({"train_data": data}, PredictConfig(), EvalConfig())
+    plan = make_plan(str(tmp_path / "checkpoints" / "4"), model=MODEL, settings=settings)
+    with pytest.raises(UserError, match="label 1 is the class 'rows', but in training 'columns'"):
+        plan.evaluator(plan.tasks[0])
+
+
 @pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
 def test_training_refuses_images_that_do_not_fit_the_model(run_dir, dry_run, tmp_path):
     flags = [f"--gin_file={run_dir}/config.gin", "--gin.images.ImageDataConfig.num_classes=7"]

@@ -19,7 +19,7 @@ from convt5.data.cached_data import CachedDataConfig
 from convt5.errors import UserError
 from convt5.modeling import sharding
 from convt5.modeling.tree_paths import named_leaves
-from convt5.training import data_checks, optimizer, schedule
+from convt5.training import data_checks, optimizer, run_directory, schedule
 from convt5.training.plan import make_plan
 from convt5.training.train_state import parameters
 from convt5.training.train_step import StepConfig
@@ -167,13 +167,15 @@ def test_decay_reaches_neither_biases_nor_norms_but_tokens_and_positions():
 class Stripes:
     """Horizontal, vertical or no stripes, with noise."""
 
+    names: tuple[str, ...] = ("none", "rows", "columns")
+
     def open(self, split):
         draw = np.random.default_rng(3 if split == "train" else 4)
         labels = draw.integers(0, 3, 96)
         images = draw.integers(0, 80, (96, 8, 8, 1))
         images[labels == 1, ::2] += 120
         images[labels == 2, :, ::2] += 120
-        return in_memory(images.astype(np.uint8), labels)
+        return in_memory(images.astype(np.uint8), labels)._replace(class_names=self.names)
 
 
 def run(folder, **changes):
@@ -201,6 +203,7 @@ def test_a_run_learns_and_continues_as_if_it_had_never_stopped(tmp_path):
     whole = run(tmp_path / "whole")
     run(tmp_path / "parts", num_steps=25)
     parts = run(tmp_path / "parts")
+    assert run_directory.find_class_names(tmp_path / "parts") == ["none", "rows", "columns"]
     assert whole.validation_loss < 0.6 < np.log(3)
     assert whole.validation_loss == parts.validation_loss
     abstract = jax.eval_shape(MODEL.build, jax.random.key(0))
@@ -242,6 +245,15 @@ def test_statistics_of_batches_that_devices_cannot_share_are_refused_before_the_
     with pytest.raises(UserError, match=r"data.batch_size=12 must be a multiple of data \* fsdp"):
         measure.build(plan((8, 1, 1)))
     measure.build(plan((1, 1, 1)))
+
+
+def test_images_of_other_classes_than_those_of_training_are_refused(tmp_path):
+    source = Stripes(names=("none", "columns", "rows"))
+    data = ImageDataConfig(
+        source=source, batch_size=16, image_size=8, in_channels=1, num_classes=3, num_epochs=1
+    )
+    with pytest.raises(UserError, match="eval_data: label 1 is the class 'columns', but in tra"):
+        run(tmp_path, eval_data=data)
 
 
 def test_images_for_a_model_of_text_are_refused():

@@ -7,7 +7,7 @@ exactly on more or fewer hosts. Used by the trainer, the validation loss and che
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -83,6 +83,7 @@ class ShardedBatches:
         rows: the rows of this host.
         num_shards: number of data shards.
         token_bytes: as in `data.BatchIterator`.
+        class_names: names of the labels of images, if they have names.
 
     Raises:
         UserError: the shards cannot provide equal blocks, or the data cannot be read.
@@ -102,7 +103,9 @@ class ShardedBatches:
         self._saved = shards_to_save(
             batch_sharding, config.batch_size, self.num_shards, jax.process_index()
         )
-        self.token_bytes = next(iter(self._readers.values())).token_bytes
+        first = next(iter(self._readers.values()))
+        self.token_bytes = first.token_bytes
+        self.class_names: Sequence[str] = getattr(first, "class_names", ())
         size = config.batch_size // self.num_shards
         read = np.concatenate([np.arange(size) + shard * size for shard in self._readers])
         self._wanted = np.searchsorted(read, self.rows.numbers)

@@ -21,6 +21,7 @@ from convt5.evaluation.run_settings import RunSettings
 from convt5.modeling import sharding
 from convt5.runtime import metric_names
 from convt5.runtime.progress import Progress
+from convt5.training import data_checks, run_directory
 from convt5.training.train_state import with_statistics
 from convt5.vision.images import ImageBatches, ImageDataConfig
 from convt5.vision.losses import VisionLoss, label_ranks, one_hot, soft_cross_entropy
@@ -144,7 +145,7 @@ class ImageEvaluator:
     """The images of one split, on which any number of models can be measured.
 
     Raises:
-        UserError: the images cannot be read.
+        UserError: the images cannot be read, or have other classes than in training.
     """
 
     def __init__(self, plan: ImagePlan, task: Images):
@@ -152,6 +153,11 @@ class ImageEvaluator:
         self._task = task
         # Every host sees the same batches, and computes every n-th of them.
         self._batches: ImageBatches = plan.data.build(process_index=0, process_count=1)
+        data_checks.check_class_names(
+            self._batches.class_names,
+            run_directory.find_class_names(plan.checkpoint),
+            where=f"split={plan.split!r}",
+        )
         self._start = self._batches.get_state()
         size = self._batches.num_images
         self._count = size if plan.num_examples is None else min(size, plan.num_examples)

@@ -35,13 +35,19 @@ from convt5.interchange.optimizer_state import import_state, of_sum
 from convt5.interchange.t5x_files import Files
 from convt5.interchange.tf_checkpoint import Checkpoint
 from convt5.modeling.architecture import ConvT5Config
-from convt5.runtime import atomic_files
+from convt5.runtime import atomic_files, folders
 from convt5.text import task_format, vocabulary_files
 from convt5.training import run_directory
+from convt5.vision.architecture import ViTConfig
 
 _NO_VOCABULARY = (
     "no vocabulary lies beside the checkpoint: predictions will ask for it, and "
     f"{run_files.RUN_FILE} trains in that of T5; name the model's with --vocabulary=FILE.model."
+)
+
+_NO_NORMALISATION = (
+    "how images were normalised is unknown: config.gin normalises them by the defaults of "
+    "images.ImageDataConfig; set its channel_order, mean and stddev as in training."
 )
 
 
@@ -60,15 +66,8 @@ def convert(
     Raises:
         UserError: the input is invalid; nothing is written then.
     """
-    read = {
-        "mesh_tf": _read_mesh_tf,
-        "t5x": _read_t5x,
-        "transformers": _read_exported,
-        "hf": _read_exported,
-        "pycls": _read_pycls,
-        "safetensors": _read_exported,
-        "run": _read_run,
-    }[conversion.source]
+    readers = {"mesh_tf": _read_mesh_tf, "t5x": _read_t5x, "pycls": _read_pycls, "run": _read_run}
+    read = readers.get(conversion.source, _read_exported)
     imported, make_state, training = read(conversion)
     if conversion.dtype:
         config = dataclasses.replace(imported.config, dtype=conversion.dtype)
@@ -76,12 +75,18 @@ def convert(
     origin = f"Imported from {conversion.checkpoint} ({conversion.source}) by convt5.convert."
     text = _text_of(conversion, imported, features)
     formats = task_format.load(conversion.checkpoint)
-    if text is None and conversion.target == "run" and isinstance(imported.config, ConvT5Config):
-        imported.report.notes.append(_NO_VOCABULARY)
+    class_names = run_directory.find_class_names(conversion.checkpoint)
+    if conversion.target == "run":
+        if text is None and isinstance(imported.config, ConvT5Config):
+            imported.report.notes.append(_NO_VOCABULARY)
+        if not imported.normalisation and isinstance(imported.config, ViTConfig):
+            imported.report.notes.append(_NO_NORMALISATION)
     has_tokenizer = False
     with new_directory(destination) as folder:
         if formats:
             task_format.write(folder, formats)
+        if class_names:
+            run_directory.write_class_names(epath.Path(folder), class_names)
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
             if conversion.target in ("transformers", "hf"):
@@ -99,7 +104,10 @@ def convert(
             )
         else:
             _export(folder, imported, conversion, text=text, has_tokenizer=has_tokenizer)
-    return f"{imported.report.text()}{_next_step(conversion, destination)}"
+    report = imported.report
+    # The variables of a run keep their names. The notes come last, where they are seen.
+    variables = "" if conversion.source == "run" else report.variables()
+    return f"{variables}{report.overview()}{_next_step(conversion, destination)}"
 
 
 def _text_of(
@@ -225,7 +233,20 @@ def _read_pycls(conversion: Conversion) -> tuple[Imported, Callable[..., Any], A
 
 def _read_run(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
     imported = loading.read_run(conversion.checkpoint, step=conversion.step)
+    if isinstance(imported.config, ViTConfig):
+        imported = imported._replace(normalisation=_normalisation(conversion.checkpoint))
     return imported, lambda _: None, None
+
+
+def _normalisation(checkpoint: str) -> dict[str, Any]:
+    """Returns how the images of a run were normalised, as far as its settings tell."""
+    run = folders.run_folder(checkpoint, run_files.RUN_FILE)
+    if run is None:
+        return {}
+    settings = OperativeConfig.read(run / run_files.RUN_FILE)
+    names = portable.NORMALISATION
+    found = {name: settings.get("ImageDataConfig", name, scope="train") for name in names}
+    return {name: value for name, value in found.items() if portable.normalises(value)}
 
 
 def _new_state(imported: Imported, training: Any) -> Any:
@@ -270,7 +291,13 @@ def _export(
     elif conversion.target == "hf":
         hugging_face.write_model(folder, imported.config, imported.params, **generation)
     elif conversion.target == "safetensors":
-        portable.write_model(folder, imported.config, imported.params, step=imported.step)
+        portable.write_model(
+            folder,
+            imported.config,
+            imported.params,
+            step=imported.step,
+            normalisation=imported.normalisation,
+        )
     else:
         stablehlo.write_programs(
             folder,

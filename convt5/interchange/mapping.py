@@ -126,14 +126,21 @@ class Report:
             f"{len(self.unmapped)} unmapped, {len(self.missing)} missing"
         )
 
-    def text(self) -> str:
-        """Returns one line for every variable, and the notes."""
-        lines = [self.summary(), *(f"note: {note}" for note in self.notes)]
-        lines += [f"mapped    {name} -> {path}" for name, path in self.mapped]
+    def overview(self) -> str:
+        """Returns the summary and the notes."""
+        return _lines([self.summary(), *(f"note: {note}" for note in self.notes)])
+
+    def variables(self) -> str:
+        """Returns one line for every variable."""
+        lines = [f"mapped    {name} -> {path}" for name, path in self.mapped]
         lines += [f"skipped   {name}: {why}" for name, why in self.skipped]
         lines += [f"unmapped  {name}" for name in self.unmapped]
         lines += [f"missing   {name}, wanted by {path}" for path, name in self.missing]
-        return "\n".join(lines) + "\n"
+        return _lines(lines)
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
 
 
 class Imported(NamedTuple):
@@ -145,6 +152,8 @@ class Imported(NamedTuple):
         sources: the table by which they were read.
         report: what happened to each foreign array.
         step: number of updates made.
+        normalisation: the settings of `ImageDataConfig` that normalised the images of a vision
+            model; empty if unknown.
     """
 
     config: Any
@@ -152,6 +161,7 @@ class Imported(NamedTuple):
     sources: tuple[Source, ...]
     report: Report
     step: int = 0
+    normalisation: Mapping[str, Any] = {}
 
     def model(self) -> Any:
         return build_model(self.config, self.params)

@@ -1,14 +1,15 @@
 """A convt5 model as two plain files: model.safetensors and a JSON description.
 
 Reading the format does not need convt5: arrays are named by parameter path, and `convt5.json` has
-the settings of `ConvT5Config`, or of `ViTConfig` for a vision model. `describe` and `revive` also
-serve to record the model in checkpoints.
+the settings of `ConvT5Config`, or of `ViTConfig` for a vision model, with how its images were
+normalised. `describe` and `revive` also serve to record the model in checkpoints.
 """
 
 import dataclasses
 import json
+import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ Description = ConvT5Config | ViTConfig
 DESCRIPTION = "convt5.json"
 FORMAT = 1
 
+NORMALISATION = ("channel_order", "mean", "stddev")
+"""The settings of `ImageDataConfig` that normalise images."""
+
 
 def is_directory(path: str | pathlib.Path) -> bool:
     return (pathlib.Path(path) / DESCRIPTION).is_file()
@@ -37,11 +41,14 @@ def write_model(
     params: Mapping[str, np.ndarray],
     *,
     step: int = 0,
+    normalisation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes both files into an existing folder."""
+    """Writes both files into an existing folder; `normalisation` is that of `Imported`."""
     folder = pathlib.Path(path)
     safetensors_files.write(folder / safetensors_files.WHOLE, params, metadata={"format": "convt5"})
     about = {"format": FORMAT, "step": step, "model": describe(config)}
+    if normalisation:
+        about["normalisation"] = dict(normalisation)
     (folder / DESCRIPTION).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -54,7 +61,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
     folder = pathlib.Path(path)
     config, step = read_description(folder)
     files = safetensors_files.open_all(folder)
-    return import_named(
+    imported = import_named(
         config,
         files.shapes,
         files.read,
@@ -62,6 +69,7 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
+    return imported._replace(normalisation=_read_about(folder)["normalisation"])
 
 
 def read_description(path: str | pathlib.Path) -> tuple[Description, int]:
@@ -70,17 +78,35 @@ def read_description(path: str | pathlib.Path) -> tuple[Description, int]:
     Raises:
         UserError: the description is missing or damaged.
     """
-    file = pathlib.Path(path) / DESCRIPTION
+    about = _read_about(pathlib.Path(path))
+    return revive(about.get("model"), where=str(pathlib.Path(path) / DESCRIPTION)), about["step"]
+
+
+def _read_about(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the checked contents of the description; the model is checked by `revive`."""
+    file = folder / DESCRIPTION
     remedy = "pass a folder written by convt5.convert --to=safetensors."
-    about = foreign_files.read_json(file, remedy=remedy)
-    form, step = about.get("format"), about.get("step", 0)
+    about = {"step": 0, "normalisation": {}} | foreign_files.read_json(file, remedy=remedy)
+    form, step, normalisation = (about.get(k) for k in ("format", "step", "normalisation"))
+    why = ""
     if form != FORMAT:
         why = f"format {errors.clip(form)}, this version reads {FORMAT}"
-        raise foreign_files.unreadable(file, why, remedy)
-    if type(step) is not int or not 0 <= step < MOST_STEPS:
+    elif type(step) is not int or not 0 <= step < MOST_STEPS:
         why = f"step={errors.clip(step)} must be an integer of at least 0, and below {MOST_STEPS}"
+    elif not isinstance(normalisation, Mapping) or not all(
+        name in NORMALISATION and normalises(value) for name, value in normalisation.items()
+    ):
+        why = f"normalisation={errors.clip(normalisation)} must hold {', '.join(NORMALISATION)}"
+    if why:
         raise foreign_files.unreadable(file, why, remedy)
-    return revive(about.get("model"), where=str(file)), step
+    return about
+
+
+def normalises(value: Any) -> bool:
+    """Returns whether a value may be one of `NORMALISATION`: a channel order, or numbers."""
+    numbers: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    is_order = isinstance(value, str) and value in ("rgb", "bgr")
+    return is_order or all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
 
 
 def describe(config: Description) -> dict[str, Any]:

@@ -30,6 +30,13 @@ HEAD_DIM = 64
 """Channels per attention head in all published models."""
 
 _PREFIX = "param."
+_NORMALISATION = {
+    "channel_order": "bgr",
+    "mean": [0.485, 0.456, 0.406],
+    "stddev": [0.229, 0.224, 0.225],
+}
+"""How pycls normalises colour images."""
+
 _SUFFIXES = (".npz", ".safetensors", ".pth", ".pyth", ".pt")
 _CONVOLUTION = (2, 3, 1, 0)  # [out, in, height, width] there, [height, width, in, out] here.
 _MATRIX = (1, 0)
@@ -120,7 +127,7 @@ def read_model(
     )
     imported.report.skipped = list(skipped.items())
     imported.report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
-    return imported
+    return imported._replace(normalisation=_NORMALISATION if config.in_channels == 3 else {})
 
 
 def architecture(

@@ -94,7 +94,8 @@ def write_run(
     else:
         run = run_gin(imported, training, **about, keeps_vocabulary=keeps_vocabulary)
     (folder / RUN_FILE).write_text(run)
-    (folder / REPORT).write_text(f"{origin}\n{imported.report.text()}")
+    report = imported.report
+    (folder / REPORT).write_text(f"{origin}\n{report.overview()}{report.variables()}")
 
 
 def train_command(run_dir: pathlib.Path) -> str:
@@ -264,7 +265,7 @@ def vision_run_gin(
         "images.ImageDataConfig.image_size = %IMAGE_SIZE",
         "images.ImageDataConfig.in_channels = %IN_CHANNELS",
         "images.ImageDataConfig.num_classes = %NUM_CLASSES",
-        *_normalisation(imported.config.in_channels),
+        *(f"images.ImageDataConfig.{k} = {v!r}" for k, v in imported.normalisation.items()),
         "train/images.ImageDataConfig.split = 'train'",
         "train/images.ImageDataConfig.augmentation = @augmentation.Augmentation()",
         "augmentation.Augmentation.crop_area = [0.08, 1.0]",
@@ -286,17 +287,6 @@ def _vision_bindings(name: str, config: ViTConfig) -> Iterator[str]:
     for field in shared:
         yield f"{name}.{field} = %{field.upper()}"
     yield from _bindings(name, config, leave_out=shared)
-
-
-def _normalisation(in_channels: int) -> list[str]:
-    """Returns the normalisation of colours in pycls."""
-    if in_channels != 3:
-        return []
-    return [
-        "images.ImageDataConfig.channel_order = 'bgr'",
-        "images.ImageDataConfig.mean = [0.485, 0.456, 0.406]",
-        "images.ImageDataConfig.stddev = [0.229, 0.224, 0.225]",
-    ]
 
 
 def _bindings(

@@ -27,6 +27,7 @@ from convt5.modeling.layers import (
 from convt5.modeling.mixers.base import StackInputs
 from convt5.modeling.stem import StemOutput, TextStem, window_segments
 from convt5.ops.explicit import partitioned
+from convt5.ops.masking import checked_segments
 
 HostOrDevice = jax.Array | np.ndarray
 Tokens = Int[HostOrDevice, "batch length"]
@@ -169,10 +170,10 @@ class ConvT5(nnx.Module):
                 are unknown.
         """
         self._check_aligned(segment_ids)
-        tokens = jnp.asarray(tokens)
-        segment_ids = jnp.asarray(tokens != 0, jnp.int32) if segment_ids is None else segment_ids
         embedded = self.embed_tokens(tokens)
-        x, segment_ids = self.run_stem(embedded, jnp.asarray(segment_ids), positions)
+        if segment_ids is None:
+            segment_ids = (jnp.asarray(tokens) != 0).astype(jnp.int32)
+        x, segment_ids = self.run_stem(embedded, _segments(segment_ids, embedded), positions)
         x = self.encoder(x, StackInputs(segment_ids), dropout_key=dropout_key)
         return x * (segment_ids != 0)[..., None].astype(x.dtype)
 
@@ -279,16 +280,14 @@ class ConvT5(nnx.Module):
     def _run_decoder(
         self, encoded, tokens, *, encoder_segment_ids, segment_ids, positions, dropout_key
     ) -> Float[Array, "batch target embed"]:
-        if segment_ids is None:
-            segment_ids = jnp.ones_like(tokens)
-        tokens, segment_ids = jnp.asarray(tokens), jnp.asarray(segment_ids)
+        embedded, tokens = self.embed(tokens, positions), jnp.asarray(tokens)
         inputs = StackInputs(
-            segment_ids,
+            _segments(jnp.ones_like(tokens) if segment_ids is None else segment_ids, embedded),
             readable=self._readable(tokens),
             memory=encoded,
             memory_segment_ids=self._memory_ids(encoder_segment_ids),
         )
-        x = self.decoder(self.embed(tokens, positions), inputs, dropout_key=dropout_key)
+        x = self.decoder(embedded, inputs, dropout_key=dropout_key)
         return self._scale_output(x)
 
     def embed(
@@ -301,8 +300,9 @@ class ConvT5(nnx.Module):
         """Returns the token embeddings.
 
         Raises:
-            UserError: the ids are no integers, or one is not below `vocab_size`. The latter is not
-                checked inside `jax.jit`, where such ids take the last row.
+            UserError: the ids are no integers, or not [batch, length], or one is not below
+                `vocab_size`. The latter is not checked inside `jax.jit`, where such ids take the
+                last row.
         """
         self._check_ids(tokens)
         return self.token_embedder(jnp.asarray(tokens), dtype=jnp.dtype(self.config.dtype))
@@ -313,7 +313,8 @@ class ConvT5(nnx.Module):
         """Adds the learned positions, if the model has them.
 
         Raises:
-            UserError: a position is not below `max_positions`. Not checked inside `jax.jit`.
+            UserError: positions are no integers, or not one for each token, or one is not below
+                `max_positions`. The latter is not checked inside `jax.jit`.
         """
         if self.position_embedder is None:
             return x
@@ -321,11 +322,11 @@ class ConvT5(nnx.Module):
             self._check_length(x.shape[1])
             positions = jnp.arange(x.shape[1])[None]
         else:
-            self._check_positions(positions)
+            self._check_positions(positions, x.shape[:2])
         return x + self.position_embedder(jnp.asarray(positions), dtype=x.dtype)
 
     def _memory_ids(self, encoder_segment_ids):
-        return window_segments(jnp.asarray(encoder_segment_ids), self.config.stem_stride)
+        return window_segments(_segments(encoder_segment_ids), self.config.stem_stride)
 
     def _readable(self, tokens, hide_start_token: bool | None = None):
         hide = self.config.hide_start_token if hide_start_token is None else hide_start_token
@@ -341,6 +342,11 @@ class ConvT5(nnx.Module):
 
     def _check_ids(self, tokens) -> None:
         rows = self.config.vocab_size
+        if jnp.ndim(tokens) != 2:
+            raise errors.UserError(
+                f"tokens have shape {jnp.shape(tokens)}, but must have the axes [batch, length]; a "
+                "single row is a batch of one."
+            )
         if not jnp.issubdtype(jnp.asarray(tokens).dtype, jnp.integer):
             raise errors.UserError(
                 f"tokens have dtype {jnp.asarray(tokens).dtype}, but must be ids of the "
@@ -353,8 +359,13 @@ class ConvT5(nnx.Module):
                 "table; use the vocabulary that the model was trained with."
             )
 
-    def _check_positions(self, positions) -> None:
+    def _check_positions(self, positions, shape: tuple[int, ...]) -> None:
         rows = self.config.max_positions
+        found, dtype = jnp.shape(positions), jnp.asarray(positions).dtype
+        if found != shape or not jnp.issubdtype(dtype, jnp.integer):
+            raise errors.UserError(
+                f"positions are {dtype} {found}, but must be integers {shape}, one for each token."
+            )
         if rows and (unknown := _outside(positions, rows)).size:
             raise errors.UserError(
                 f"position {unknown[0]} must be in [0, max_positions={rows}), the rows of the "
@@ -416,6 +427,20 @@ def _check_both_packed(encoder_ids, decoder_ids) -> None:
                 f"{side}_segment_ids holds the segment {ids.max()}, but the other side has no "
                 "segment ids and is segment 1; give encoder_segment_ids and decoder_segment_ids."
             )
+
+
+def _segments(
+    segment_ids: HostOrDevice, x: Float[Array, "batch length embed"] | None = None
+) -> Int[Array, "batch length"]:
+    """Returns segment ids as an array, one for each position of `x`."""
+    given = segment_ids if hasattr(segment_ids, "dtype") else np.asarray(segment_ids)
+    ids = checked_segments("segment_ids", given)
+    if x is not None and ids.shape != x.shape[:2]:
+        raise errors.UserError(
+            f"segment_ids have shape {ids.shape}, but tokens {x.shape[:2]}; give one id for each "
+            "token."
+        )
+    return ids
 
 
 def _known(values: HostOrDevice) -> np.ndarray | None:

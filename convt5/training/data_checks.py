@@ -1,7 +1,7 @@
 """Checks that the data of a run fits its model: lengths, vocabularies, labels and first rows."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
@@ -47,6 +47,23 @@ def check_images_apart(train: Any, held_out: Any) -> None:
             "the paths of the splits differ, such as 'images_{split}.npz', or bind one path in the "
             "scope train/ and another in eval/."
         )
+
+
+def check_class_names(names: Sequence[str], trained: Sequence[str], *, where: str) -> None:
+    """Raises `UserError` if labels stand for other classes than in training.
+
+    Args:
+        names: names of the labels of some images; empty if they have none.
+        trained: those of the images that the model was trained on.
+        where: the setting of the images, for the message.
+    """
+    for label, (name, known) in enumerate(zip(names, trained, strict=False)):
+        if name != known:
+            raise errors.UserError(
+                f"{where}: label {label} is the class {errors.clip(name)}, but in training "
+                f"{errors.clip(known)}; give images of the same classes. Folders are numbered in "
+                "the order of their names: those of absent classes can be empty."
+            )
 
 
 def check_files_apart(train: Any, *held_out: Any) -> None:

@@ -3,6 +3,7 @@
 checkpoints/<step>/  parameters, optimizer state, data position
 damaged/<step>/      checkpoints that could not be read
 replaced/<step>/     a checkpoint while it is saved again; restored after a kill
+classes.json         the names of the labels of images
 config.gin           the settings, which reproduce the run
 machines.jsonl       versions, devices and the cost of a step, for each start of the run
 metrics.jsonl        one line for each logged step
@@ -30,11 +31,13 @@ from convt5.runtime import atomic_files, file_locks, folders, foreign_files
 from convt5.text import task_format, vocabulary_files
 
 _LOCK_FILE = "lock"
+CLASSES = "classes.json"
 CONFIG_FILE = "config.gin"
 SUMMARY_FILE = "summary.json"
 
 _FILES = (
     _LOCK_FILE,
+    CLASSES,
     CONFIG_FILE,
     "machines.jsonl",
     "metrics.jsonl",
@@ -189,6 +192,22 @@ def write_task(folder: epath.Path, formats: Sequence[task_format.TaskFormat]) ->
     if not jax.process_index():
         with writing(folder):
             task_format.write(folder, formats)
+
+
+def write_class_names(folder: epath.Path, names: Sequence[str]) -> None:
+    """Saves the names of the labels of images, so that others are refused in evaluation."""
+    if not jax.process_index():
+        with writing(folder):
+            text = json.dumps({"classes": list(names)}) + "\n"
+            atomic_files.replace_text(folder / CLASSES, text)
+
+
+def find_class_names(model: epath.PathLike) -> Sequence[str]:
+    """Returns the names saved with a run or one of its steps; empty if there are none."""
+    folder = folders.run_folder(model, CLASSES)
+    kept = foreign_files.find_json(folder / CLASSES) if folder else None
+    names = (kept or {}).get("classes")
+    return names if isinstance(names, list) else ()
 
 
 def _remove_if_empty(folder: epath.Path) -> None:

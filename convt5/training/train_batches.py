@@ -39,6 +39,7 @@ class TrainBatches:
             data, plan.batch_sharding, num_shards=positions.num_shards or num_shards
         )
         self.num_shards = self._sharded.num_shards
+        self.class_names = self._sharded.class_names
         if positions.by_shard:  # Empty for an imported model: its data starts from the beginning.
             self._sharded.set_state(join_positions(positions.by_shard))
         self._counts = self._sharded.counts()

@@ -289,6 +289,7 @@ class _Session:
         self._tasks = [task.build(run.model, self._plan.mesh) for task in run.task_evals]
         self._text = run.kept_text()
         self._formats = task_format.of_data(run.train_data)
+        self._class_names: Sequence[str] = ()
         self._watchdog = stack.enter_context(Watchdog(run.stall_warning_secs))
         self._folder = stack.enter_context(run_directory.hold(run.run_dir))
         self._checkpointer = Checkpointer(
@@ -385,6 +386,11 @@ class _Session:
                 positions=self._restored.data if self._restored else DataPositions(),
             )
         self._stack.enter_context(contextlib.closing(batches))
+        self._class_names = batches.class_names
+        if self._validation is not None:
+            data_checks.check_class_names(
+                self._validation.class_names, self._class_names, where="eval_data"
+            )
         if jax.process_index() == 0:
             with self._watchdog.phase("measuring the data"):
                 for part in (self._run.train_data, *self._tasks):
@@ -424,7 +430,7 @@ class _Session:
                 self._log.message(counts.describe(title, read))
 
     def _write_settings(self) -> None:
-        """Writes the settings, vocabulary and task formats of a run, at its first update."""
+        """Writes settings, vocabulary, task formats and class names, at the first update."""
         text = self._run.config_text
         if message := run_directory.write_config(self._folder, text, step=self._first_step):
             self._log.message(message)
@@ -432,6 +438,8 @@ class _Session:
             run_directory.write_vocabularies(self._folder, self._text)
         if self._formats:
             run_directory.write_task(self._folder, self._formats)
+        if self._class_names:
+            run_directory.write_class_names(self._folder, self._class_names)
 
     def _announce(self) -> None:
         """Shows the size of the model, the devices, and where the run resumes."""

@@ -4,7 +4,7 @@ The trainer measures it periodically; the unigram entropy of the targets puts it
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -167,6 +167,11 @@ class Validation:
             UserError: the data cannot be read, or holds no batch.
         """
         next(self._from_the_start())
+
+    @property
+    def class_names(self) -> Sequence[str]:
+        """Names of the labels of images, if they have names; known once prepared."""
+        return self._batches.class_names if self._batches else ()
 
     def metric_names(self, model: nnx.Module) -> list[str]:
         """Returns the names of the metrics that `measure` returns; abstract shapes suffice."""
