@@ -79,37 +79,45 @@ def from_files(
     if output is not None:
         _check_apart(path, names, output)
 
-    def read(tally: Any) -> Iterator[Item]:
-        for name in names:
-            if local_files.suffix(name) in (".tsv", ".csv"):
-                # Deferred: imports TensorFlow, which other inputs do not need.
-                from convt5.tasks import tables
-
-                items = functools.partial(_row_items, parse=_record_parser(field, format))
-                yield from items(
-                    tables.read_rows(
-                        name,
-                        invalid_utf8=invalid_utf8,
-                        tally=tally,
-                        check_header=lambda header, items=items: list(items([header])),
-                    )
-                )
-                continue
-            is_json = local_files.is_json_lines(name)
-            parse, skips_blank = _parser(field, format, is_json=is_json)
-            before = tally.documents
-            with local_files.explain_errors(name), local_files.open_bytes(name) as file:
-                lines = _lines(file, name, invalid_utf8, tally)
-                for item in _items(lines, parse, skip_blank=skips_blank):
-                    tally.documents += 1
-                    yield item
-            tally.empty_files += tally.documents == before
-
+    read = functools.partial(_read, names, field, format, invalid_utf8)
     tally = local_files.Tally(missing_shards=local_files.num_missing_shards(names))
     total = sum(1 for _ in read(tally))
     return Inputs(
         path, total, lambda: _as_many(total, read(local_files.Tally()), path), tally.faults
     )
+
+
+def _read(
+    names: Sequence[str],
+    field: str | None,
+    format: TaskFormat | None,
+    invalid_utf8: str,
+    tally: local_files.Tally,
+) -> Iterator[Item]:
+    for name in names:
+        if local_files.suffix(name) in (".tsv", ".csv"):
+            # Deferred: imports TensorFlow, which other inputs do not need.
+            from convt5.tasks import tables
+
+            items = functools.partial(_row_items, parse=_record_parser(field, format))
+            yield from items(
+                tables.read_rows(
+                    name,
+                    invalid_utf8=invalid_utf8,
+                    tally=tally,
+                    check_header=lambda header, items=items: list(items([header])),
+                )
+            )
+            continue
+        is_json = local_files.is_json_lines(name)
+        parse, skips_blank = _parser(field, format, is_json=is_json)
+        before = tally.documents
+        with local_files.explain_errors(name), local_files.open_bytes(name) as file:
+            lines = _lines(file, name, invalid_utf8, tally)
+            for item in _items(lines, parse, skip_blank=skips_blank):
+                tally.documents += 1
+                yield item
+        tally.empty_files += tally.documents == before
 
 
 def from_stream(
