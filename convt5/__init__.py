@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # For editors; at run time, each is imported on first use.
     from convt5.evaluation.predictor import Predictor as Predictor
     from convt5.evaluation.predictor import load_predictor as load_predictor
     from convt5.evaluation.run_settings import load_vocabulary as load_vocabulary
+    from convt5.interchange.converting import save_model as save_model
     from convt5.interchange.loading import load_model as load_model
     from convt5.modeling.architecture import ConvT5Config as ConvT5Config
     from convt5.modeling.architecture import StackConfig as StackConfig
@@ -59,6 +60,7 @@ _LAZY = {
     "load_model": "convt5.interchange.loading",
     "load_predictor": "convt5.evaluation.predictor",
     "load_vocabulary": "convt5.evaluation.run_settings",
+    "save_model": "convt5.interchange.converting",
 }
 
 __all__ = [*sorted(_LAZY), "__version__"]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_vision_model
 from safetensors.numpy import load_file, save_file
 
 import convt5
@@ -86,6 +87,38 @@ def test_load_model_reads_an_export_and_gives_equal_logits(model, exported):
     loaded = convt5.load_model(exported)
     forward = jax.jit(lambda m: m(SOURCES, TARGETS))
     np.testing.assert_array_equal(forward(loaded), forward(model))
+
+
+def test_a_model_of_a_program_is_saved_with_its_vocabulary_and_predicts(tmp_path):
+    stack = StackConfig(num_layers=1, kernel_size=3)
+    config = hybrid(encoder=stack, decoder=stack, vocab_size=384)
+    model, folder = config.build(jax.random.key(0)), tmp_path / "mine"
+    vocabulary = convt5.load_vocabulary("bytes")
+    convt5.save_model(model, folder, vocabulary=vocabulary, step=3)
+    found = portable.read_model(folder)
+    assert (found.step, found.config) == (3, config)
+    for path, value in named_leaves(model):
+        np.testing.assert_array_equal(found.params[path], value)
+    predictor = convt5.load_predictor(folder, max_length=3)
+    assert predictor.vocabulary.encode("a") == vocabulary.encode("a")
+    assert len(list(predictor.predict(["a"]))) == 1
+    with pytest.raises(UserError, match=r"mine is in use: it holds"):
+        convt5.save_model(model, folder)
+    assert portable.read_model(folder).step == 3
+
+
+def test_what_cannot_be_saved_leaves_nothing_behind(model, tmp_path):
+    bytes_ = convt5.load_vocabulary("bytes")
+    with pytest.raises(
+        UserError, match=r"has \d+ ids, sentinels included, but the model's vocab_s"
+    ):
+        convt5.save_model(model, tmp_path / "mine", vocabulary=bytes_)
+    image = test_vision_model.tiny().build(jax.random.key(0))
+    with pytest.raises(UserError, match="vocabulary is for text models, not for a ViTConfig"):
+        convt5.save_model(image, tmp_path / "mine", vocabulary=bytes_)
+    assert not list(tmp_path.iterdir())
+    convt5.save_model(image, tmp_path / "mine")
+    assert convt5.load_model(tmp_path / "mine").config == image.config
 
 
 @pytest.mark.parametrize("kind", ["portable", "transformers", "t5"])

@@ -1,7 +1,7 @@
 """Reads a model of one format and writes it in another, into a folder that appears when complete.
 
 A conversion is written to a hidden folder beside its destination and moved there when complete.
-After a kill, the same command repeats it.
+After a kill, the same command repeats it. `convt5.save_model` writes a model that a program made.
 """
 
 import contextlib
@@ -10,8 +10,9 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import ml_dtypes
 from etils import epath
 
@@ -28,17 +29,22 @@ from convt5.interchange import (
     stablehlo,
     t5x,
 )
-from convt5.interchange.conversion import Conversion
+from convt5.interchange.conversion import Conversion, check_destination
 from convt5.interchange.mapping import Imported
 from convt5.interchange.operative_config import OperativeConfig
 from convt5.interchange.optimizer_state import import_state, of_sum
 from convt5.interchange.t5x_files import Files
 from convt5.interchange.tf_checkpoint import Checkpoint
 from convt5.modeling.architecture import ConvT5Config
+from convt5.modeling.tree_paths import named_leaves
 from convt5.runtime import atomic_files, folders
 from convt5.text import task_format, vocabulary_files
 from convt5.training import run_directory
 from convt5.vision.architecture import ViTConfig
+
+if TYPE_CHECKING:
+    from convt5.modeling.model import ConvT5
+    from convt5.vision.model import ViT
 
 _NO_VOCABULARY = (
     "no vocabulary lies beside the checkpoint: predictions will ask for it, and "
@@ -108,6 +114,54 @@ def convert(
     # The variables of a run keep their names. The notes come last, where they are seen.
     variables = "" if conversion.source == "run" else report.variables()
     return f"{variables}{report.overview()}{_next_step(conversion, destination)}"
+
+
+def save_model(
+    model: "ConvT5 | ViT", directory: epath.PathLike, *, vocabulary: Any = None, step: int = 0
+) -> None:
+    """Writes a model that a program made, as `convt5.convert --to=safetensors` exports a run.
+
+    `convt5.load_model`, `convt5.load_predictor`, `convt5.convert`, `convt5.infer` and the setting
+    `InitFrom.source` read the folder, which appears when it is complete.
+
+    Args:
+        model: the model; this host must hold all of its parameters.
+        directory: the local folder to create.
+        vocabulary: of inputs and targets, as `convt5.load_vocabulary` returns it. Predictions of a
+            model without one must be given it.
+        step: number of updates made, which the folder tells.
+
+    Raises:
+        UserError: the folder is in use or cannot be written, parameters are on other hosts, or the
+            vocabulary cannot be kept or has more ids than the model.
+    """
+    config: Any = model.config
+    params = dict(named_leaves(model))
+    if away := [name for name, value in params.items() if not value.is_fully_addressable]:
+        raise errors.UserError(
+            f"parameter {away[0]!r} is partly on other hosts; gather it first, with "
+            "jax.experimental.multihost_utils.process_allgather."
+        )
+    destination = check_destination(os.fspath(directory))
+    text = None if vocabulary is None else _kept_text(vocabulary, config)
+    with new_directory(destination) as folder:
+        if text is not None:
+            vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
+        portable.write_model(folder, config, jax.device_get(params), step=step)
+
+
+def _kept_text(vocabulary: Any, config: Any) -> vocabulary_files.KeptText:
+    if not isinstance(config, ConvT5Config):
+        raise errors.UserError(
+            f"vocabulary is for text models, not for a {type(config).__name__}; leave it out."
+        )
+    vocabulary_files.check_size(vocabulary, config.vocab_size)
+    kept = vocabulary_files.of(vocabulary)
+    if kept is None:
+        raise errors.UserError(
+            f"vocabulary={vocabulary!r} cannot be kept; give one that convt5.load_vocabulary made."
+        )
+    return vocabulary_files.KeptText(kept, kept)
 
 
 def _text_of(
