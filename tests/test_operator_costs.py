@@ -54,7 +54,7 @@ def test_the_least_of_a_canon_layer_is_its_input_and_output_once():
 
 
 @pytest.mark.tpu
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("places", "both", "batch", "most"),
     [("ABCD", False, 8, 1.3), ("ABCD", True, 4, 2), ("C", False, 64, 1.3)],
