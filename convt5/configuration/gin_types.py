@@ -42,7 +42,7 @@ def faults(values: Iterable[Typed]) -> Iterator[str]:
     for typed in values:
         if fits(typed.value, typed.hint):
             continue
-        choices = [c for part in _alternatives(typed.hint) for c in _choices(part)]
+        choices = [c for part in checks.alternatives(typed.hint) for c in _choices(part)]
         if choices and isinstance(typed.value, str):
             rule = f"must be one of {', '.join(map(str, choices))}."
             rule += errors.suggest(typed.value, map(str, choices))
@@ -142,21 +142,13 @@ def _is_meant(target: type, protocol: type, name: str) -> bool:
     )
 
 
-def _alternatives(hint: Any) -> Iterator[Any]:
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        for part in get_args(hint):
-            yield from _alternatives(part)
-    else:
-        yield hint
-
-
 def _choices(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def _describe(hint: Any) -> Iterator[str]:
     words = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
-    for part in _alternatives(hint):
+    for part in checks.alternatives(hint):
         if part is type(None):
             yield "None"
         elif part in words:
@@ -183,7 +175,7 @@ def _spelling(typed: Typed) -> str:
             return f" Write {built!r}: the parentheses build it."
     if fits([value], typed.hint):
         return f" Write {[value]!r}."
-    wanted = set(_alternatives(typed.hint))
+    wanted = set(checks.alternatives(typed.hint))
     if bool in wanted and str(typed.value).lower() in ("true", "false"):
         return f" Write {str(typed.value).capitalize()}."
     if int in wanted and isinstance(typed.value, float) and typed.value.is_integer():

@@ -90,7 +90,7 @@ def protocol_members(protocol: type) -> set[str]:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Returns False only if a value certainly violates an annotation."""
-    kinds = _alternatives(hint)
+    kinds = alternatives(hint)
     if len(kinds) > 1:
         return any(_fits(value, kind) for kind in kinds)
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -111,13 +111,14 @@ def _fits(value: Any, hint: Any) -> bool:
     return hint not in _PLAIN or _PLAIN[hint](value)
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Returns the types of a union, or the only type."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def _type_name(hint: Any) -> str:
-    kinds, origin = _alternatives(hint), typing.get_origin(hint)
+    kinds, origin = alternatives(hint), typing.get_origin(hint)
     if len(kinds) > 1:
         return " or ".join(map(_type_name, kinds))
     inner = [_type_name(kind) for kind in typing.get_args(hint) if kind is not Ellipsis]

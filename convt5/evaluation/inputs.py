@@ -96,18 +96,8 @@ def _read(
 ) -> Iterator[Item]:
     for name in names:
         if local_files.suffix(name) in (".tsv", ".csv"):
-            # Deferred: imports TensorFlow, which other inputs do not need.
-            from convt5.tasks import tables
-
-            items = functools.partial(_row_items, parse=_record_parser(field, format))
-            yield from items(
-                tables.read_rows(
-                    name,
-                    invalid_utf8=invalid_utf8,
-                    tally=tally,
-                    check_header=lambda header, items=items: list(items([header])),
-                )
-            )
+            parse = _record_parser(field, format)
+            yield from _table_items(name, parse, invalid_utf8, tally)
             continue
         is_json = local_files.is_json_lines(name)
         parse, skips_blank = _parser(field, format, is_json=is_json)
@@ -294,9 +284,21 @@ def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> I
             yield _Line(text, f"{name}, line {number}")
 
 
-def _row_items(rows: Iterable[Any], parse: Callable[[Any], Any]) -> Iterator[Item]:
-    lines = (_Line(row.values, f"{row.file}, line {row.line}") for row in rows)
-    return _items(lines, parse, skip_blank=False)
+def _table_items(
+    name: str, parse: Callable[[Any], Any], invalid_utf8: Any, tally: local_files.Tally
+) -> Iterator[Item]:
+    # Deferred: imports TensorFlow, which other inputs do not need.
+    from convt5.tasks import tables
+
+    def items(rows: Iterable[Any]) -> Iterator[Item]:
+        lines = (_Line(row.values, f"{row.file}, line {row.line}") for row in rows)
+        return _items(lines, parse, skip_blank=False)
+
+    def check_header(header: Any) -> None:
+        list(items([header]))
+
+    settings = {"invalid_utf8": invalid_utf8, "tally": tally, "check_header": check_header}
+    return items(tables.read_rows(name, **settings))
 
 
 def _items(

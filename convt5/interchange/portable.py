@@ -59,17 +59,17 @@ def read_model(path: str | pathlib.Path, *, allow_unmapped: bool = False) -> Imp
         UserError: files are missing or damaged, or arrays do not fit the description.
     """
     folder = pathlib.Path(path)
-    config, step = read_description(folder)
+    about = _read_about(folder)
     files = safetensors_files.open_all(folder)
     imported = import_named(
-        config,
+        _model_of(about, folder),
         files.shapes,
         files.read,
-        step=step,
+        step=about["step"],
         allow_unmapped=allow_unmapped,
         where=str(folder),
     )
-    return imported._replace(normalisation=_read_about(folder)["normalisation"])
+    return imported._replace(normalisation=about["normalisation"])
 
 
 def read_description(path: str | pathlib.Path) -> tuple[Description, int]:
@@ -78,8 +78,13 @@ def read_description(path: str | pathlib.Path) -> tuple[Description, int]:
     Raises:
         UserError: the description is missing or damaged.
     """
-    about = _read_about(pathlib.Path(path))
-    return revive(about.get("model"), where=str(pathlib.Path(path) / DESCRIPTION)), about["step"]
+    folder = pathlib.Path(path)
+    about = _read_about(folder)
+    return _model_of(about, folder), about["step"]
+
+
+def _model_of(about: Mapping[str, Any], folder: pathlib.Path) -> Description:
+    return revive(about.get("model"), where=str(folder / DESCRIPTION))
 
 
 def _read_about(folder: pathlib.Path) -> dict[str, Any]:

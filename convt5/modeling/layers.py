@@ -190,12 +190,11 @@ def build_layers(
         # JAX keeps the program of each operation, but would compile a loop anew every time.
         return nnx.List([build(config, keys[i]) for i, config in enumerate(configs)])
     layers: dict[int, nnx.Module] = {}
-    for config in configs:
+    for config in dict.fromkeys(configs):
         places = [i for i, other in enumerate(configs) if other == config]
-        if places[0] not in layers:
-            stacked = jax.lax.map(functools.partial(build, config), keys[np.array(places)])
-            for n, place in enumerate(places):
-                layers[place] = jax.tree.map(operator.itemgetter(n), stacked)
+        stacked = jax.lax.map(functools.partial(build, config), keys[np.array(places)])
+        for n, place in enumerate(places):
+            layers[place] = jax.tree.map(operator.itemgetter(n), stacked)
     return nnx.List([layers[place] for place in range(len(configs))])
 
 

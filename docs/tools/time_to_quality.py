@@ -41,7 +41,7 @@ from convt5.configuration import command_line, gin_config
 from convt5.data.cached_data import CachedDataConfig
 from convt5.modeling.architecture import ConvT5Config
 from convt5.reports import figures, markdown
-from convt5.runtime import machine
+from convt5.runtime import atomic_files, machine
 from convt5.training.batch_fingerprint import fingerprint
 from convt5.training.compilation import compile_step
 from convt5.training.losses import TextLoss
@@ -542,9 +542,8 @@ def _train_side(
 
 def _keep(side: Side, record: Record, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".new")
-    save_file(side.state(), written, {"record": json.dumps(record)})
-    written.replace(path)
+    with atomic_files.replacing(path) as written:
+        save_file(side.state(), written, {"record": json.dumps(record)})
 
 
 def _restore(side: Side, about: Record, path: pathlib.Path) -> Record:
