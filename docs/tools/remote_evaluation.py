@@ -125,26 +125,37 @@ def ask(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
 def answer(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
     """Appends the answers of each run to a file of JSON lines."""
     del bindings
-    asked = json.loads(settings.file.read_text())
+    for run in settings.runs:
+        model = convt5.load_model(run)
+        assert isinstance(model, ConvT5)
+        line = {"run": pathlib.Path(run).name, **answers(model, settings.file)}
+        with settings.output.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def answers(
+    model: ConvT5, file: pathlib.Path, *, make: type[Predictor] = Predictor
+) -> dict[str, Any]:
+    """Returns what a model answers to the questions of a file, as `measure` reads it."""
+    asked = json.loads(file.read_text())
     config = PredictConfig(
         max_input_length=asked["lengths"]["inputs"],
         max_length=asked["lengths"]["targets"],
         batch_size=_BATCH_SIZE,
     )
-    for run in settings.runs:
-        model = convt5.load_model(run)
-        assert isinstance(model, ConvT5)
-        predictor = Predictor(model, Ids(*asked["vocabulary"]), config)
-        answers: dict[str, Any] = {"run": pathlib.Path(run).name, "file": settings.file.name}
-        answers["device"] = jax.devices()[0].device_kind
-        answers["scores"] = predictor.score_choices(
-            asked["sources"], asked["choices"], at_least=tuple(asked["at_least"])
-        )
-        if asked["predicts"]:
-            predicted = predictor.predict_tokens(asked["sources"])
-            answers["tokens"] = [each.tokens[0] if each.tokens else () for each in predicted]
-        with settings.output.open("a") as file:
-            file.write(json.dumps(answers) + "\n")
+    predictor = make(model, Ids(*asked["vocabulary"]), config)
+    given: dict[str, Any] = {"file": file.name, "device": jax.devices()[0].device_kind}
+    scores = predictor.score_choices(
+        asked["sources"], asked["choices"], at_least=tuple(asked["at_least"])
+    )
+    given["scores"] = [
+        [(round(s.log_prob, 6), s.num_tokens, round(s.objective, 6)) for s in each]
+        for each in scores
+    ]
+    if asked["predicts"]:
+        predicted = predictor.predict_tokens(asked["sources"])
+        given["tokens"] = [each.tokens[0] if each.tokens else () for each in predicted]
+    return given
 
 
 def measure(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
