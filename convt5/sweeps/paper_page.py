@@ -78,9 +78,10 @@ def _state(studies: Mapping[str, Study]) -> str:
         every = running.runs(study)
         done = [made for made in every if made.is_done]
         told.append(f"{name} {len(done)} of {len(every)}")
-        taken = (running.final_value(made.folder, "train_cpu_seconds") for made in done)
-        seconds += sum(value for value in taken if value is not None)
-    return f"Runs that are done: {', '.join(told)}. Training took {seconds / 3600:.1f} CPU hours."
+        noted = (running.final_value(made.folder, "train_cpu_seconds") for made in done)
+        seconds += sum(value for value in noted if value is not None)
+    taken = f" Training took {seconds / 3600:.1f} CPU hours." if seconds else ""
+    return f"Runs that are done: {', '.join(told)}.{taken}"
 
 
 def _machine(records: Sequence[Mapping[str, Any]]) -> str:

@@ -374,10 +374,10 @@ def check_settings(point: Point, about: Mapping[str, Any], *, where: str) -> Non
         UserError: it has other settings; or it is done, and a gin file has changed since.
     """
     recorded = about["settings"]
-    if recorded != _settings(point):
+    if recorded != settings_of(point):
         raise errors.UserError(
             f"{where} holds a run of other settings ({errors.clip(recorded, limit=2000)}, now "
-            f"{_settings(point)}); restore the study's settings, or choose another output_dir."
+            f"{settings_of(point)}); restore the study's settings, or choose another output_dir."
         )
     # Earlier versions recorded none; a run that is not done goes on with what is changed.
     of_run = about.get("contents")
@@ -442,7 +442,7 @@ def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
 
 def _write(made: StudyRun, status: Status, message: str = "", *, contents: Any) -> StudyRun:
     about = {
-        "settings": _settings(made.point),
+        "settings": settings_of(made.point),
         "contents": contents,
         "status": status,
         "message": message,
@@ -451,13 +451,14 @@ def _write(made: StudyRun, status: Status, message: str = "", *, contents: Any) 
     return made._replace(status=status, message=message)
 
 
-def _settings(point: Point) -> dict[str, Any]:
+def settings_of(point: Point) -> dict[str, Any]:
+    """Returns the settings of a run, as `read_about` tells them."""
     settings: dict[str, Any] = {
         "gin_files": list(point.gin_files),
         "bindings": list(point.bindings),
     }
     # Without a first stage, the description is that of earlier versions.
-    return settings | ({"first": _settings(point.first)} if point.first else {})
+    return settings | ({"first": settings_of(point.first)} if point.first else {})
 
 
 def _folder(study: Study, name: str, point: Point) -> pathlib.Path:

@@ -7,10 +7,15 @@ have the same batches, dropout and updates as alone, and round differently.
 `python docs/tools/runs_together.py --gin_file=gin/studies/STUDY.gin --output=FOLDER` makes all runs
 of a study on cached rows. FOLDER has a file of JSON lines for each group of runs: the training loss
 of each run, and its answers to the questions about its task (`--questions`; see
-`remote_evaluation.py`, whose `measure` reads them). Groups that have a file are not trained again.
+`remote_evaluation.py`). Groups that have a file are not trained again.
+
+With `--metrics=FILE`, lines that `remote_evaluation.py measure` printed of these answers, the same
+command trains nothing, and writes what it finds into the study, for `python -m convt5.sweep
+--report_only`: metrics of the split "test" as those of `task`, others by the name of their split.
 """
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
@@ -34,10 +39,11 @@ from convt5.evaluation.predictor import Predictor
 from convt5.modeling.layers import seed_key
 from convt5.modeling.model import ConvT5
 from convt5.runtime import atomic_files
-from convt5.sweeps import reading
+from convt5.sweeps import reading, running
 from convt5.sweeps.study import Point, Study
 from convt5.training import trainer
 from convt5.training.plan import Plan
+from convt5.training.run_log import METRICS_FILE
 from convt5.training.train_state import TrainState
 from convt5.training.train_step import make_train_step
 from convt5.training.trainer import TrainRun
@@ -204,6 +210,31 @@ def _make_all(study: Study, settings: argparse.Namespace, argv: Sequence[str]) -
         return sum(code != 0 for code in pool.map(one, groups(members(study))))
 
 
+def write_results(study: Study, output: pathlib.Path, metrics: pathlib.Path) -> int:
+    """Writes the runs that were made and measured into a study; returns their number."""
+    losses, measured = {}, collections.defaultdict(dict)
+    for line in (line for file in output.glob("*.jsonl") for line in file.read_text().splitlines()):
+        record = json.loads(line)
+        if "loss" in record:
+            losses[record["run"]] = {"step": record["steps"], "loss": record["loss"][-1]}
+    for line in metrics.read_text().splitlines():
+        record = json.loads(line)
+        name, split = record.pop("run"), record.pop("split")
+        prefix = "task" if split == "test" else split
+        measured[name] |= {f"{prefix}/{metric}": value for metric, value in record.items()}
+    written = 0
+    for made in running.states(study):
+        name = made.point.name
+        if name in losses and name in measured:
+            made.folder.mkdir(parents=True, exist_ok=True)
+            record = json.dumps(losses[name] | measured[name])
+            atomic_files.replace_text(made.folder / METRICS_FILE, record + "\n")
+            about = {"settings": running.settings_of(made.point), "status": "finished"}
+            running.write_about(made.folder, about | {"message": ""})
+            written += 1
+    return written
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python docs/tools/runs_together.py", allow_abbrev=False)
     add = parser.add_argument
@@ -211,6 +242,7 @@ def main(argv: Sequence[str]) -> int:
     add("--output", type=command_line.path, required=True, help="folder of the results")
     add("--questions", type=command_line.path, help="folder of TASK-*.json, TASK being a label")
     add("--processes", type=int, default=1, help="groups at a time")
+    add("--metrics", type=command_line.path, help="what the answers were measured to be")
     add("--group", type=command_line.path, help="the file of one group, made in this process")
     add("--run", action="append", help="a run of this group")
     settings, bindings = parser.parse_known_args(argv)
@@ -219,6 +251,9 @@ def main(argv: Sequence[str]) -> int:
     settings.output.mkdir(parents=True, exist_ok=True)
     study = reading.read(settings.gin_file, [b.removeprefix("--gin.") for b in bindings], ())
     assert isinstance(study, Study)
+    if settings.metrics is not None:
+        print(f"{write_results(study, settings.output, settings.metrics)} runs written")
+        return 0
     if settings.group is None:
         return _make_all(study, settings, argv)
     group = members(study, settings.run)
