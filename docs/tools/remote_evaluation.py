@@ -163,7 +163,7 @@ def measure(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
     of_task = evaluator(settings, bindings)
     for line in settings.answers.read_text().splitlines():
         answers = json.loads(line)
-        if answers["file"] == settings.file.name:
+        if answers.get("file") == settings.file.name:
             metrics = of_task.evaluate(Answering(answers)).metrics
             print(json.dumps({"run": answers["run"], "split": settings.split, **metrics}))
 
