@@ -19,7 +19,7 @@ def test_kinds_are_known_by_their_names():
 
 def test_kinds_that_declare_one_setting_differently_are_refused():
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Other(MixerConfig):
+    class Other(KINDS["attention"]):
         kind = "other"
         kernel_size: int = ruled(rules.count, default=9, per_layer=True)
 

@@ -344,6 +344,36 @@ def test_a_trusted_name_is_not_that_of_a_module_that_came_with_the_model(place, 
     assert "PYTHONPATH" in message
 
 
+OF_EXPORTS = {
+    "eval": (eval.main, f"--task={TASK}", "--dry_run"),
+    "infer": (infer.main, "--vocabulary=bytes", "--input=run/texts", "--dry_run"),
+    "convert": (convert.main, "--from=safetensors", "--to=stablehlo", "--output_dir=converted"),
+}
+
+
+@pytest.mark.parametrize("entrance", OF_EXPORTS)
+def test_the_module_of_a_mixing_kind_is_imported_only_if_it_is_trusted(
+    place, monkeypatch, entrance
+):
+    file = place.export / portable.DESCRIPTION
+    about = json.loads(file.read_text())
+    about["model"]["encoder"]["mixing"] = {"kind": "other", "module": "evil", "settings": {}}
+    file.write_text(json.dumps(about))
+    main, *arguments = OF_EXPORTS[entrance]
+    enter = use(main, "--checkpoint={export}", *arguments)
+    trusting = use(main, "--checkpoint={export}", "--trust=evil", *arguments)
+    for each in (enter, lambda place: convt5.load_model(place.export)):
+        assert "kind 'other' is defined in the module evil" in refused(place, each)
+    with pytest.raises(errors.UserError, match="kind 'other' is defined in the module evil"):
+        trusting(place)  # Which does not define it.
+    assert place.sprung.exists()
+    place.sprung.unlink()
+    forget()
+    shutil.move(place.folder.parent / "library" / "evil", place.export / "evil")
+    monkeypatch.syspath_prepend(str(place.export))
+    assert "may have come with that model" in refused(place, trusting)
+
+
 @pytest.mark.parametrize("name", ["", "a b", "os;", "../x", "a..b", "-"])
 def test_what_is_trusted_must_be_a_module(place, name):
     message = refused(place, use(train.main, CONFIG, "--dry_run", f"--trust={name}"))

@@ -16,6 +16,7 @@ from etils import epath
 
 from convt5 import errors
 from convt5.errors import checks
+from convt5.modeling.mixers.base import MixerConfig
 from convt5.runtime import foreign_files
 
 FORMAT = 1
@@ -114,7 +115,15 @@ def describe_config(config: Any) -> Any:
     """Returns a dataclass as plain JSON values."""
     if not checks.is_description(config):
         return repr(config)
-    return json.loads(json.dumps(dataclasses.asdict(config), default=repr))
+    return json.loads(json.dumps(config, default=_settings))
+
+
+def _settings(value: Any) -> Any:
+    if isinstance(value, MixerConfig):
+        return value.described()
+    if checks.is_description(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return repr(value)
 
 
 def differences(old: Any, new: Any, *, name: str = "") -> list[str]:

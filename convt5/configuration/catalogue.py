@@ -98,8 +98,8 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-_WITHOUT_SETTINGS = ("convt5.data.beam_jobs",)
-"""Modules that import an optional package."""
+_WITHOUT_SETTINGS = ("convt5.data.beam_jobs", "convt5.modeling.mixers.")
+"""Modules that import an optional package, and those whose settings are also `StackConfig`'s."""
 
 
 def _candidates() -> Iterator[Any]:
@@ -118,7 +118,7 @@ def _modules() -> Iterator[str]:
     for room in _ROOMS:
         package = importlib.import_module(f"convt5.{room}")
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if info.name not in _WITHOUT_SETTINGS:
+            if not info.name.startswith(_WITHOUT_SETTINGS):
                 yield info.name
     yield from (f"convt5.{module}" for module in _MODULES)
 

@@ -38,10 +38,11 @@ configuration:
                          (--gin.architecture.ConvT5Config.dropout_rate=0.1,
                          --gin.encoder/architecture.StackConfig.kernel_size=9).
                          Strings need no quotes: --gin.RUN_DIR=/tmp/run. May be repeated.
-  --trust=MODULE         a module, such as my_tasks, that the settings of a run may import.
-                         By default, gin files that came with a model may import only
-                         convt5, because an import runs code; your own gin files may
-                         import anything. May be repeated, or several with commas.
+  --trust=MODULE         a module, such as my_tasks, that the settings of a run may import,
+                         or that defines the mixing of an exported model. By default,
+                         gin files that came with a model may import only convt5,
+                         because an import runs code; your own gin files may import
+                         anything. May be repeated, or several with commas.
 """
 
 _EXIT_HELP = """\
@@ -54,7 +55,8 @@ _COLLECTIONS = (50_000, 20, 50)
 
 TRUST_FLAG = Flag(
     "trust",
-    "a module that the settings of a run may import, such as my_tasks; may be repeated.",
+    "a module that the settings of a run may import, such as my_tasks, or that defines the "
+    "mixing of the model; may be repeated.",
     {"action": "append"},
 )
 """Flags of commands without gin settings that may read those of a run."""

@@ -163,11 +163,14 @@ def _failed(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         lines.append((error.filename, error.lineno))
     file, line = next((at for at in reversed(lines) if not _is_installed(at[0])), lines[-1])
-    return f"{file}:{line} raised {type(error).__name__}: {error}; correct the module."
+    why = f"{type(error).__name__}: {error}".rstrip(".")
+    return f"{file}:{line} raised {why}; correct the module."
 
 
 def _is_installed(file: str) -> bool:
-    return file.startswith("<frozen") or "site-packages" in pathlib.Path(file).parts
+    path = pathlib.Path(file)
+    is_ours = path.is_relative_to(gin_files.PACKAGE)
+    return file.startswith("<frozen") or "site-packages" in path.parts or is_ours
 
 
 def target_faults(settings: Iterable[Setting], roots: Sequence[Any]) -> Iterator[str]:

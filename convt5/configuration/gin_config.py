@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
+from gin.config import interactive_mode
 
 from convt5 import errors
 from convt5.configuration import gin_checks, gin_files, gin_text, gin_types, trust
@@ -63,7 +64,8 @@ class Config:
 
     def _activate(self) -> None:
         gin.clear_config()
-        gin.parse_config(self.text)
+        with interactive_mode():  # A notebook may have loaded a module of its own again.
+            gin.parse_config(self.text)
 
 
 def load(
@@ -125,6 +127,19 @@ def load(
     kept = gin_checks.without_unused_macros(final, root_values)
     macros = [setting.name for setting in kept.values() if setting.target is None]
     return Config(gin_text.text(kept, walk.defaults(), imports), macros)
+
+
+def import_trusted(modules: Sequence[str]) -> None:
+    """Imports modules that the user named, which define what a model without gin files is made of.
+
+    Raises:
+        Untrusted: a module came with a model.
+        UserError: there is no module of this name, or it fails.
+    """
+    location = Location(f"--{trust.FLAG}", is_own=False)
+    imports = [Import(f"import {module}", module, module, location) for module in modules]
+    trust.Trust(modules, imports).check_imports(imports)
+    errors.raise_all(gin_checks.import_faults(imports), where="configuration")
 
 
 def _walk(final: Mapping[Any, Any], supplied: Sequence[str], values: Sequence[Any]):

@@ -451,8 +451,9 @@ def load_predictor(
         step: the checkpoint of a run: "latest", "best" or a number.
         vocabulary: a SentencePiece .model file, or "bytes"; None uses that of the model.
         ema: uses the average over the updates, if the run kept one.
-        trust: modules that the run's settings may import, such as ["my_tasks"]. Modules other than
-            convt5's are refused, because importing runs code.
+        trust: modules that the run's settings may import, such as ["my_tasks"], or that define the
+            mixing of an exported model. Modules other than convt5's are refused, because importing
+            runs code.
         raw: uses inputs unchanged. By default they are formatted as in training, with the prefix
             and the fields of the task that the model was trained on.
         format: for a model trained on several tasks, the task of the inputs.

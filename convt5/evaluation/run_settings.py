@@ -103,6 +103,8 @@ def read(
             trusted = (*trust, *named_by_own(statements))
             trained_on = functools.partial(_data_of_run, str(run_config), trusted)
         files, is_run = [str(run_config), *files], True
+    if checkpoint and run_config is None:
+        gin_config.import_trusted(trust)
     roots = ["@convt5.evaluation.PredictConfig", "@convt5.evaluation.EvalConfig"]
     if is_run:
         roots.append("@convt5.training.trainer.train")

@@ -17,6 +17,7 @@ import ml_dtypes
 from etils import epath
 
 from convt5 import errors
+from convt5.configuration import gin_config
 from convt5.interchange import (
     hugging_face,
     loading,
@@ -72,9 +73,11 @@ def convert(
     Raises:
         UserError: the input is invalid; nothing is written then.
     """
+    gin_config.import_trusted(conversion.trust)
     readers = {"mesh_tf": _read_mesh_tf, "t5x": _read_t5x, "pycls": _read_pycls, "run": _read_run}
     read = readers.get(conversion.source, _read_exported)
     imported, make_state, training = read(conversion)
+    _check_kinds(conversion, imported.config)
     if conversion.dtype:
         config = dataclasses.replace(imported.config, dtype=conversion.dtype)
         imported = imported._replace(config=config)
@@ -114,6 +117,18 @@ def convert(
     # The variables of a run keep their names. The notes come last, where they are seen.
     variables = "" if conversion.source == "run" else report.variables()
     return f"{variables}{report.overview()}{_next_step(conversion, destination)}"
+
+
+def _check_kinds(conversion: Conversion, config: Any) -> None:
+    """Raises `UserError` for a target that knows mixing kinds by their names only."""
+    described = getattr(config, "described_kinds", ())
+    if described and conversion.target in ("run", "transformers"):
+        raise errors.UserError(
+            f"--to={conversion.target} writes only mixing kinds that a name selects, and "
+            f"{conversion.checkpoint} has a description of {', '.join(described)}; write "
+            "--to=safetensors or --to=stablehlo. A run of its own starts from such a folder with "
+            "trainer.train.init_from=@initialization.InitFrom()."
+        )
 
 
 def save_model(

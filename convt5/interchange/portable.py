@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from convt5 import errors
+from convt5.checkpoints import record
 from convt5.errors.checks import MOST_STEPS
 from convt5.interchange import safetensors_files
 from convt5.interchange.mapping import Imported, import_named
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
+from convt5.modeling.mixers.base import revive as revive_mixing
 from convt5.runtime import foreign_files
 from convt5.vision.architecture import ViTConfig
 
@@ -116,7 +118,7 @@ def normalises(value: Any) -> bool:
 
 def describe(config: Description) -> dict[str, Any]:
     """Returns the settings of a model as JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return record.describe_config(config)
 
 
 def revive(settings: Any, *, where: str = "the description of the model") -> Any:
@@ -161,9 +163,18 @@ def _from_settings(settings: Any, where: str) -> Description:
     elif stem is not None:
         faults.append(f"stem={errors.clip(stem)} must hold the settings of a stem, or be null.")
     errors.raise_all(errors.abbreviate(faults), where=where)
-    sides = {side: StackConfig(**_tuples(settings[side])) for side in ("encoder", "decoder")}
+    sides = {side: _stack(settings[side]) for side in ("encoder", "decoder")}
     built_stem = {} if stem is None else {"stem": TextStemConfig(**_tuples(stem))}
     return ConvT5Config(**{**settings, **sides, **built_stem})
+
+
+def _stack(settings: Mapping[str, Any]) -> StackConfig:
+    given = _tuples(settings)
+    if "mixing" in given:
+        mixing = given["mixing"]
+        is_list = isinstance(mixing, tuple)
+        given["mixing"] = tuple(map(revive_mixing, mixing)) if is_list else revive_mixing(mixing)
+    return StackConfig(**given)
 
 
 def _unknown(settings: Mapping[str, Any], described: type[Any], inside: str = "") -> list[str]:

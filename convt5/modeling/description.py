@@ -7,7 +7,7 @@ receptive fields and costs. All rules are checked here, before anything is alloc
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from convt5 import errors
@@ -45,7 +45,7 @@ def _settings_of(kind: type[MixerConfig]) -> set[str]:
 def _with_mixer_settings(stack: type[T]) -> type[T]:
     """Adds the settings and names of all mixing kinds to a stack, so each is declared once."""
     names: Any = Literal
-    fields: list[Any] = [("mixing", PerLayer[names[tuple(KINDS)]], "dynamic")]
+    fields: list[Any] = [("mixing", PerLayer[names[tuple(KINDS)] | MixerConfig], "dynamic")]
     fields += [
         (name, PerLayer[field.type] if rules.is_per_layer(field) else field.type, field.default)
         for name, field in _MIXER_FIELDS.items()
@@ -76,13 +76,15 @@ class StackConfig:
 
     Attributes:
         num_layers: number of layers.
-        mixing: the mixing kind of each layer, one of `mixers.KINDS`: one name or a list.
+        mixing: the mixing kind of each layer, one of `mixers.KINDS`: one name or a list. A
+            description of any kind, such as `@my_mixer.Average()`, may take the place of a name; it
+            then has all settings of its layers, and those of the stack do not apply to them.
         attention_layers: indices of layers that use attention whatever `mixing` says. Negative
             indices count from the last layer: [-1] makes the top layer attention.
     """
 
     num_layers: int
-    mixing: PerLayer[str] = "dynamic"
+    mixing: PerLayer[str | MixerConfig] = "dynamic"
     attention_layers: Sequence[int] = ()
 
     def __post_init__(self):
@@ -90,12 +92,13 @@ class StackConfig:
 
     def layers(self, *, causal: bool = False) -> tuple[MixerConfig, ...]:
         """Returns the mixing of every layer, bottom first. The config must be valid."""
-        attention = {index % self.num_layers for index in self.attention_layers}
-        kinds = _per_layer(self.mixing, self.num_layers)
         listed = [name for name in _MIXER_FIELDS if self._is_listed(name)]
 
         @functools.cache
-        def layer(kind: type[MixerConfig], index: int) -> MixerConfig:
+        def layer(mixing: str | MixerConfig, index: int) -> MixerConfig:
+            if not isinstance(mixing, str):
+                return dataclasses.replace(mixing, causal=causal)
+            kind = KINDS[mixing]
             settings = {
                 field.name: getattr(self, field.name)
                 for field in dataclasses.fields(kind)
@@ -105,9 +108,18 @@ class StackConfig:
             return kind(causal=causal, **settings | chosen)
 
         return tuple(
-            layer(KINDS["attention" if i in attention else kind], i if listed else 0)
-            for i, kind in enumerate(kinds)
+            layer(mixing, i if listed else 0) for i, mixing in enumerate(self._mixing_of_layers())
         )
+
+    @property
+    def described_kinds(self) -> tuple[str, ...]:
+        """The mixing kinds of which a description takes the place of the name."""
+        return tuple(m.kind for m in self._mixing_of_layers() if not isinstance(m, str))
+
+    def _mixing_of_layers(self) -> list[str | MixerConfig]:
+        attention = {index % self.num_layers for index in self.attention_layers}
+        mixing = _per_layer(self.mixing, self.num_layers)
+        return ["attention" if i in attention else each for i, each in enumerate(mixing)]
 
     def _is_listed(self, name: str) -> bool:
         """Returns whether a setting has a value for each layer."""
@@ -137,7 +149,8 @@ class StackConfig:
 
     def unused(self, where: str) -> list[str]:
         """Returns a sentence for each setting that is changed, and that no layer's kind uses."""
-        used = {name for layer in self.layers() for name in _settings_of(type(layer))}
+        kinds = {mixing for mixing in self._mixing_of_layers() if isinstance(mixing, str)}
+        used = {name for kind in kinds for name in _settings_of(KINDS[kind])}
         return [
             f"{where}.{name}={getattr(self, name)!r} has no effect: no layer there has the mixing "
             f"{' or '.join(kind for kind in KINDS if name in _settings_of(KINDS[kind]))}."
@@ -158,9 +171,12 @@ class StackConfig:
         return faults
 
     def _kind_faults(self, where: str) -> list[str]:
-        rule = rules.choice(*KINDS)
-        kinds = self.mixing if _is_list(self.mixing) else (self.mixing,)
-        faults = (f"{where}.mixing={kind!r} {wrong}" for kind in kinds if (wrong := rule(kind)))
+        rule, faults = rules.choice(*KINDS), []
+        for mixing in _per_layer(self.mixing, 1):
+            if isinstance(mixing, MixerConfig) and hasattr(mixing, "kind"):
+                faults += _description_faults(mixing, f"{where}.mixing: {type(mixing).__name__}.")
+            elif wrong := rule(mixing):
+                faults.append(f"{where}.mixing={mixing!r} {wrong}")
         return list(dict.fromkeys(faults))
 
     def _attention_faults(self, where: str) -> list[str]:
@@ -394,6 +410,12 @@ class ModelDescription:
         return self.encoder.unused("encoder") + self.decoder.unused("decoder")
 
     @property
+    def described_kinds(self) -> tuple[str, ...]:
+        """The mixing kinds of which a description takes the place of the name."""
+        kinds = (*self.encoder.described_kinds, *self.decoder.described_kinds)
+        return tuple(dict.fromkeys(kinds))
+
+    @property
     def encoder_layers(self) -> tuple[MixerConfig, ...]:
         return self.encoder.layers()
 
@@ -426,6 +448,9 @@ class ModelDescription:
                 f"decoder[layer {i}] reads {layer.reach.right} future positions "
                 f"(padding={getattr(layer, 'padding', None)}); a decoder must be causal: leave "
                 "padding unset or use 'CAUSAL'."
+                if hasattr(layer, "padding")
+                else f"decoder[layer {i}] has the reach {layer.reach} ({layer.kind}); a decoder "
+                "must be causal: let reach and outputs follow its attribute causal."
                 for i, layer in enumerate(self.decoder_layers)
                 if layer.reach.right != 0
             ]
@@ -476,6 +501,32 @@ def _canon_direction_faults(decoder: Sequence[MixerConfig]) -> list[str]:
         f"decoder.canon_padding={padding!r} reads future positions; a decoder must be causal: "
         "use 'CAUSAL' in the decoder."
     ]
+
+
+def _description_faults(mixing: MixerConfig, where: str) -> Iterator[str]:
+    """Yields the broken rules of a description in place of a kind's name."""
+    if "__dataclass_params__" not in vars(type(mixing)):
+        yield (
+            f"{where}kind={mixing.kind!r}: its class must be decorated with "
+            "@dataclasses.dataclass(frozen=True, kw_only=True), which makes settings of its names."
+        )
+    if mixing.causal:
+        yield f"{where}causal=True: the stack decides whether its layers are causal; remove it."
+    for field in dataclasses.fields(mixing):
+        value = getattr(mixing, field.name)
+        if not _is_plain(value):
+            yield (
+                f"{where}{field.name}={errors.clip(value)} must be a number, text, True, False, "
+                "None or a tuple of these, which checkpoints can keep."
+            )
+    yield from checks.type_faults(mixing, where)
+    yield from rules.faults(mixing, where)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _per_layer(value: Any, count: int) -> tuple[Any, ...]:

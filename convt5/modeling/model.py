@@ -24,7 +24,9 @@ from convt5.modeling.layers import (
     check_dtype,
     split_key,
 )
+from convt5.modeling.mixers import KINDS
 from convt5.modeling.mixers.base import StackInputs
+from convt5.modeling.sharding import Rule
 from convt5.modeling.stem import StemOutput, TextStem, window_segments
 from convt5.ops.explicit import partitioned
 from convt5.ops.masking import checked_segments
@@ -67,6 +69,13 @@ class ConvT5(nnx.Module):
             None if config.tie_output else Dense(config.emb_dim, config.vocab_size, key=keys[4])
         )
         self.config = config
+
+    @property
+    def sharding_rules(self) -> tuple[Rule, ...]:
+        """The rules of mixing kinds that `placement.TEXT_RULES` does not know."""
+        layers = (*self.config.encoder_layers, *self.config.decoder_layers)
+        others = [layer for layer in layers if type(layer) not in KINDS.values()]
+        return tuple(dict.fromkeys(rule for layer in others for rule in layer.sharding_rules))
 
     @partitioned(2, like="decoder_input_tokens")
     def __call__(

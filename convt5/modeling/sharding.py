@@ -177,12 +177,13 @@ def tree_shardings(tree: Tree, parameters: Tree, mesh: Mesh, rules: Sequence[Rul
     """Returns a `NamedSharding` for every leaf of `tree`, which may be abstract.
 
     A leaf whose name contains that of a parameter, as in optimizer state, is sharded like it,
-    except along axes of length 1 (averaged statistics). Scalars are replicated.
+    except along axes of length 1 (averaged statistics). Scalars are replicated. Rules that the
+    model declares itself, in its attribute `sharding_rules`, come before the others.
 
     Raises:
         UserError: as for `parameter_specs`, or an array axis is not divisible by its mesh axes.
     """
-    specs = parameter_specs(parameters, rules)
+    specs = parameter_specs(parameters, (*getattr(parameters, "sharding_rules", ()), *rules))
     shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(parameters)}
     faults = []
 

@@ -1,11 +1,13 @@
 """Base classes of a mixing kind: a frozen description, and the module that it builds.
 
-A kind is one file of this folder and one line of the registry `mixers.KINDS`. The description
-answers all questions before anything is built: the rules of its settings, its receptive field, its
-FLOPs and bytes, and the sharding of its parameters.
+A kind of convt5 is one file of this folder and one line of the registry `mixers.KINDS`; any other
+module may define further kinds (docs/mixers.md). The description answers all questions before
+anything is built: the rules of its settings, its receptive field, its FLOPs and bytes, and the
+sharding of its parameters.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from convt5 import errors
+from convt5.errors import checks
 from convt5.modeling.canon import Canon, CanonConfig
 from convt5.modeling.layers import DropoutKey
 from convt5.modeling.sharding import Rule
@@ -123,7 +127,15 @@ class Position(NamedTuple):
 
 
 class Mixer(nnx.Module):
-    """A module in place of self-attention; its attributes name its parameters."""
+    """A module in place of self-attention; its attributes name its parameters.
+
+    A subclass that leaves out one of the first three methods raises `UserError` when it is defined.
+    """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        faults = _missing(cls, Mixer, ("__call__", "init_state", "step"))
+        errors.raise_all(faults, where=_full_name(cls))
 
     def __call__(
         self,
@@ -150,11 +162,16 @@ class Mixer(nnx.Module):
         return None
 
 
+_ANSWERS = ("reach", "build", "flops", "activation_bytes", "state_size")
+"""What every kind must define."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(CanonConfig):
     """How one layer mixes along the sequence. Kinds add their settings as fields.
 
-    Every kind also has the settings of the layer's Canon layers (`canon`).
+    Every kind also has the settings of the layer's Canon layers (`canon`). Defining a class with a
+    `kind` makes the kind known; it raises `UserError` if the name is taken or a method is missing.
 
     Attributes:
         causal: whether an output reads only its own and earlier positions, as in a decoder.
@@ -177,6 +194,19 @@ class MixerConfig(CanonConfig):
     stacked_parameters: ClassVar[tuple[str, ...]] = ()
     """Patterns of the names below `mixing/` of arrays that stack parameters along their first axis;
     see `AdafactorConfig.stacked`."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        if hasattr(cls, "kind"):
+            _define(cls)
+
+    def __post_init__(self):
+        checks.make_plain(self)
+
+    def described(self) -> dict[str, Any]:
+        """Returns what `revive` reads: the kind, the module that defines it, and its settings."""
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"kind": self.kind, "module": type(self).__module__, "settings": settings}
 
     @property
     def tap_columns(self) -> tuple[str, str, str]:
@@ -235,6 +265,81 @@ class MixerConfig(CanonConfig):
 
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
+
+
+_defined: dict[str, type[MixerConfig]] = {}
+"""Every kind that this process has defined, by name."""
+
+
+def _define(kind: type[MixerConfig]) -> None:
+    """Makes a kind known; raises `UserError` if its name is taken or something is missing."""
+    name, full_name = kind.kind, _full_name(kind)
+    known = _defined.get(str(name))
+    if known is not None and _full_name(known) == full_name:
+        if issubclass(kind, known):
+            return  # Gin derives a class from each that it calls.
+        known = None  # It is defined again, as in a notebook.
+    faults = _missing(kind, MixerConfig, _ANSWERS)
+    if not (isinstance(name, str) and name.isidentifier()):
+        faults.append(f"kind={name!r} must be a name of letters, digits and underscores.")
+    if known is not None:
+        faults.append(f"kind={name!r} is the name of {_full_name(known)}; choose another.")
+    is_ours = kind.__module__.startswith("convt5.")
+    stacked = {pattern for other in _defined.values() for pattern in other.stacked_parameters}
+    if not is_ours and not stacked.issuperset(kind.stacked_parameters):
+        faults.append(
+            f"stacked_parameters={kind.stacked_parameters!r} has no effect outside of convt5; "
+            "bind `stacked` of the optimizer instead."
+        )
+    errors.raise_all(faults, where=full_name)
+    _defined[name] = kind
+
+
+def _missing(subclass: type, base: type, names: tuple[str, ...]) -> list[str]:
+    """Returns a sentence if a class does not define what its base only declares."""
+    missing = [name for name in names if getattr(subclass, name) is getattr(base, name)]
+    return [f"it must define {', '.join(missing)}; see {_full_name(base)}."] if missing else []
+
+
+def _full_name(value: type) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def revive(described: Any) -> Any:
+    """Returns the mixing of which `MixerConfig.described` is the description.
+
+    Returns the name of a kind unchanged. Imports nothing: importing a module runs it.
+
+    Raises:
+        UserError: no module that this process has imported defines the kind, or it has no such
+            settings.
+    """
+    if not isinstance(described, Mapping):
+        return described
+    name, module, settings = (described.get(key) for key in ("kind", "module", "settings"))
+    kind = _defined.get(str(name))
+    if kind is None:
+        module = str(module)[:60]
+        raise errors.UserError(
+            f"the mixing kind {errors.clip(name)} is defined in the module {module}, which convt5 "
+            "does not import by itself, because an import runs code. If you trust it, name it, "
+            f"--trust={module}, where Python finds it (in the working directory, or with "
+            "PYTHONPATH=FOLDER); in a program, import it first."
+        )
+    if module != kind.__module__:
+        warnings.warn(
+            f"the mixing kind {name} of the model is that of the module {errors.clip(module)}; "
+            f"{_full_name(kind)} takes its place",
+            stacklevel=2,
+        )
+    known = [field.name for field in dataclasses.fields(kind)]
+    settings = settings if isinstance(settings, Mapping) else {}
+    unknown = (
+        f"setting {errors.clip(setting)} is unknown.{errors.suggest(setting, known)}"
+        for setting in settings.keys() - set(known)
+    )
+    errors.raise_all(unknown, where=f"the mixing kind {name}")
+    return kind(**settings)
 
 
 def kinds_among(values: Mapping[str, Any]) -> dict[str, type[MixerConfig]]:
