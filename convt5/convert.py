@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from convt5 import errors
-from convt5.configuration import command_line
+from convt5.configuration import command_line, gin_config
 from convt5.interchange.conversion import SOURCES, TARGETS, WEIGHTS, Conversion, check_destination
 
 COMMAND = command_line.Command(
@@ -164,6 +164,7 @@ def main(argv: Sequence[str]) -> int:
     given["trust"] = arguments.trust
     conversion = Conversion(**{name: given[name] for name in names})
     destination = check_destination(conversion.output_dir)
+    gin_config.import_trusted(conversion.trust)
     # Deferred, so that help and usage errors are fast.
     from convt5.interchange import converting
 

@@ -357,14 +357,14 @@ def test_the_module_of_a_mixing_kind_is_imported_only_if_it_is_trusted(
 ):
     file = place.export / portable.DESCRIPTION
     about = json.loads(file.read_text())
-    about["model"]["encoder"]["mixing"] = {"kind": "other", "module": "evil", "settings": {}}
+    about["model"]["encoder"]["mixing"] = {"kind": "unheard", "module": "evil", "settings": {}}
     file.write_text(json.dumps(about))
     main, *arguments = OF_EXPORTS[entrance]
     enter = use(main, "--checkpoint={export}", *arguments)
     trusting = use(main, "--checkpoint={export}", "--trust=evil", *arguments)
     for each in (enter, lambda place: convt5.load_model(place.export)):
-        assert "kind 'other' is defined in the module evil" in refused(place, each)
-    with pytest.raises(errors.UserError, match="kind 'other' is defined in the module evil"):
+        assert "kind 'unheard' is defined in the module evil" in refused(place, each)
+    with pytest.raises(errors.UserError, match="kind 'unheard' is defined in the module evil"):
         trusting(place)  # Which does not define it.
     assert place.sprung.exists()
     place.sprung.unlink()

@@ -16,7 +16,6 @@ from etils import epath
 
 from convt5 import errors
 from convt5.errors import checks
-from convt5.modeling.mixers.base import MixerConfig
 from convt5.runtime import foreign_files
 
 FORMAT = 1
@@ -119,8 +118,9 @@ def describe_config(config: Any) -> Any:
 
 
 def _settings(value: Any) -> Any:
-    if isinstance(value, MixerConfig):
-        return value.described()
+    # A mixing kind in place of a name; a name says as much of those of convt5.
+    if described := getattr(value, "described", None):
+        return described()
     if checks.is_description(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return repr(value)

@@ -17,7 +17,6 @@ import ml_dtypes
 from etils import epath
 
 from convt5 import errors
-from convt5.configuration import gin_config
 from convt5.interchange import (
     hugging_face,
     loading,
@@ -73,7 +72,6 @@ def convert(
     Raises:
         UserError: the input is invalid; nothing is written then.
     """
-    gin_config.import_trusted(conversion.trust)
     readers = {"mesh_tf": _read_mesh_tf, "t5x": _read_t5x, "pycls": _read_pycls, "run": _read_run}
     read = readers.get(conversion.source, _read_exported)
     imported, make_state, training = read(conversion)
