@@ -219,6 +219,7 @@ def test_a_start_from_other_parameters_averages_from_these():
     assert dataclasses.replace(state, ema=None).starting_with(other).ema is None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_text_model_is_averaged_as_well():
     stack = StackConfig(num_layers=1, mixing="dynamic", kernel_size=3, num_kernels=2)

@@ -170,6 +170,7 @@ def test_no_setting_of_a_replaced_model_remains(run_file, capsys):
     assert "1,763,072" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_message_and_no_traceback(run_file, rows_folder, tmp_path):
     done = commands.run(
         [

@@ -234,6 +234,7 @@ def test_a_bucket_that_cannot_be_written_is_told_before_any_work(settings, monke
         cache.main([*settings, "--output_dir=file:///proc/refused/cache"])
 
 
+@pytest.mark.slow
 def test_a_bucket_that_can_be_written_is_left_as_it_was(settings, monkeypatch, tmp_path):
     monkeypatch.setattr(cache, "_make", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -149,6 +149,7 @@ def test_help_shows_how():
     assert command_line.parse(chaos.COMMAND, ["--gin_file=a"]).flags.kills == 30
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_killed_three_times_ends_as_one_left_alone(tmp_path):
     settings = tmp_path / "run.gin"

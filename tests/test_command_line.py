@@ -188,6 +188,7 @@ def test_errors_of_the_user_are_one_message_and_an_exit_code(raised, code, print
     assert (done.returncode, done.stderr) == (code, printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["-m", "/usr/bin/convt5"])
 def test_ctrl_c_leaves_no_traceback_before_and_after_a_command_either(program):
     begin = f"import atexit, os, signal, sys\nsys.argv = [{program!r}]\nimport convt5\n{IMPORT}"
@@ -201,6 +202,7 @@ def test_ctrl_c_leaves_no_traceback_before_and_after_a_command_either(program):
     assert (in_exit.returncode, in_exit.stderr) == (-signal.SIGINT, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -280,6 +282,7 @@ def test_a_full_disk_is_known_from_other_faults_of_files():
     assert errors.of_full_disk(ValueError("1 requested and 0 written")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_full", [True, False], ids=["full", "unread"])
 def test_work_goes_on_when_standard_error_cannot_be_written(tmp_path, is_full):
     code = (
@@ -325,6 +328,7 @@ def test_texts_are_written_whatever_letters_the_locale_has(tmp_path):
     assert path.read_bytes() == "na\u00efve \u65e5 \\udcc3\n".encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [
@@ -351,6 +355,7 @@ def test_help_and_usage_errors_import_no_framework(argv):
     assert done.returncode == (0 if argv == ["--help"] else 2)
 
 
+@pytest.mark.slow
 def test_train_runs_as_a_module_from_any_directory(tmp_path):
     done = start(
         "-m", "convt5.train", "--gin_file=gin/runs/quickstart.gin", "--gin.NUM_STEP=3", cwd=tmp_path
@@ -408,6 +413,7 @@ def test_help_that_cannot_be_written_is_told():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_streams_lead_nowhere_and_into_no_file(tmp_path):
     code = (
         f"import os, sys\n{IMPORT}"

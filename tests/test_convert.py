@@ -494,6 +494,7 @@ def training(folder: pathlib.Path, *mixture: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_an_import_goes_on_in_its_own_vocabulary_wherever_it_lies(with_words, tmp_path):
     from convt5 import train
 

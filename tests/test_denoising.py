@@ -86,6 +86,7 @@ class TestUl2:
             "ul2_s": 2,
         }
 
+    @pytest.mark.slow
     def test_inputs_begin_with_their_mode_and_one_side_is_full(self, corpus):
         found = {}
         for task in denoising.ul2(corpus).tasks:

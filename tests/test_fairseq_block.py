@@ -160,7 +160,7 @@ def computed(golden, name, monkeypatch) -> tuple[jax.Array, jax.Array, dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    quick(CASES, chosen=["enc_lw_glu_post", "enc_dy_glu_pre", "dec_dy_noglu_post_nosoftmax"]),
+    quick(CASES, chosen=["enc_lw_glu_post", "dec_dy_noglu_post_nosoftmax"]),
 )
 def test_output_and_every_gradient_equal_fairseqs(golden, x64, monkeypatch, name):
     case, arrays = recorded(golden, name)

@@ -1,9 +1,12 @@
 """The FLOPs of a step are those of all its loops and devices, as if it had none."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from quick import quick
 
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.sharding import MeshConfig
@@ -41,6 +44,11 @@ def test_what_nothing_reads_does_not_count():
     assert flops(second, SQUARE, SQUARE) == PRODUCT
 
 
+@functools.cache
+def plain_flops():
+    return step_flops()
+
+
 def step_flops(*, devices=1, scan_layers=False, **settings):
     model = ConvT5Config(
         vocab_size=512,
@@ -71,8 +79,15 @@ def step_flops(*, devices=1, scan_layers=False, **settings):
     return made.compile_train_step(made.abstract, arrays).flops
 
 
-def test_a_step_counts_the_same_in_microbatches_in_a_loop_over_layers_and_on_more_devices():
-    whole = pytest.approx(step_flops(), rel=0.02)
-    assert step_flops(grad_accum_steps=4) == whole
-    assert step_flops(scan_layers=True) == whole
-    assert step_flops(devices=4, mesh=MeshConfig(data=2, fsdp=2)) == whole
+WAYS = [
+    {"grad_accum_steps": 4},
+    {"scan_layers": True},
+    {"devices": 4, "mesh": MeshConfig(data=2, fsdp=2)},
+]
+# Of 8 rows on 4 devices there are two microbatches.
+TOGETHER = {name: value for way in WAYS for name, value in way.items()} | {"grad_accum_steps": 2}
+
+
+@pytest.mark.parametrize("way", quick([TOGETHER, *WAYS], chosen=[TOGETHER]), ids=str)
+def test_a_step_counts_the_same_in_microbatches_in_a_loop_over_layers_and_on_more_devices(way):
+    assert step_flops(**way) == pytest.approx(plain_flops(), rel=0.02)

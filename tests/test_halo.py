@@ -186,12 +186,14 @@ def test_a_length_that_devices_do_not_divide_is_refused():
         depthwise_conv(x, jnp.zeros((3, 8)))
 
 
-@pytest.mark.parametrize("choice", ["plain", "interpreted kernels"])
+@pytest.mark.parametrize(
+    "choice", quick(["plain", "interpreted kernels"], chosen=["interpreted kernels"])
+)
 @pytest.mark.parametrize(
     "case",
     quick(
         ["causal, biased", "causal", "biased", "another length"],
-        chosen=["causal, biased", "another length"],
+        chosen=["causal, biased"],
     ),
 )
 def test_attention_over_split_rows_equals_that_over_whole_rows(case, choice):

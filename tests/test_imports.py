@@ -7,6 +7,7 @@ import sys
 import tomllib
 
 import commands
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "convt5").rglob("*.py")) + sorted((ROOT / "tasks").rglob("*.py"))
@@ -144,6 +145,7 @@ def test_only_the_configuration_imports_gin():
     assert users <= {"convt5.configuration.gin_config", "convt5.configuration.gin_files"}
 
 
+@pytest.mark.slow
 def test_model_step_and_decoding_import_where_tensorflow_does_not():
     modules = [
         "convt5",

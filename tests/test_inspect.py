@@ -123,6 +123,7 @@ def test_canon_layers_are_named_with_their_parameters(gin_file, capsys):
     assert report["receptive_field"]["decoder"]["left"] == 7 + 3 * 2 * 6
 
 
+@pytest.mark.slow
 def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
     def report(**changes):
         return cost_report.make_report(little_subject(gin_file, **changes)).memory
@@ -387,6 +388,7 @@ def test_learned_positions_behind_a_stem_are_those_of_the_shortened_rows():
         inspect_command.make_subject(name, step, {**flags, "encoder_length": 16 * stride + 1})
 
 
+@pytest.mark.slow
 def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
     refuse = (
         "import sys\n"
@@ -410,7 +412,9 @@ VIT = "gin/models/vit_c_tiny.gin"
 def test_a_model_of_few_ids_is_measured(gin_file, capsys):
     few = "--gin.architecture.ConvT5Config.vocab_size=2"
     lengths = ("--encoder_length=4", "--decoder_length=4", "--batch_size=8")
-    report = as_json(capsys, gin_file, "--measure", few, *lengths)
+    stack = "--gin.architecture.StackConfig"
+    layers = (f"{stack}.num_layers=2", f"{stack}.dilation=[1, 2]")
+    report = as_json(capsys, gin_file, "--measure", few, *layers, *lengths)
     assert len(report["measured_receptive_field"]) == len(report["layers"])
 
 

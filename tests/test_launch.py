@@ -14,6 +14,7 @@ import tarfile
 import commands
 import jobset_schema
 import pytest
+from quick import quick
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
@@ -486,7 +487,10 @@ class TestGke:
         assert "--tpu-topology=4x4" in found[1]
         assert found[1].endswith("--num-nodes=4 --tpu-topology=4x4 --scopes=cloud-platform --spot")
 
-    @pytest.mark.parametrize("slice_name", ["v5e:2x2", "v5e:4x4", "v5p:4x4x4", "v6e:8x8"])
+    @pytest.mark.parametrize(
+        "slice_name",
+        quick(["v5e:2x2", "v5e:4x4", "v5p:4x4x4", "v6e:8x8"], chosen=["v5e:2x2", "v5p:4x4x4"]),
+    )
     def test_the_manifest_has_the_form_of_a_jobset(self, slice_name):
         jsonschema = pytest.importorskip("jsonschema")
         found = self.manifest(f"--slice={slice_name}", "--env=TFDS_DATA_DIR=gs://bucket/tfds")

@@ -33,6 +33,7 @@ def test_the_overview_lists_every_command_that_there_is():
         assert f"  {name} " in overview.overview()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "shown"),
     [
@@ -62,6 +63,7 @@ def test_a_command_that_lies_in_a_room_runs_as_a_module_of_its_name():
     assert "usage: python -m convt5.vocabulary" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "shown"),
     [

@@ -47,7 +47,7 @@ VARIANTS = {
         "conv_bias": True,
     },
 }
-EACH = quick(list(VARIANTS), chosen=["dynamic", "dilated", "hybrid"])
+EACH = quick(list(VARIANTS), chosen=["dynamic", "hybrid"])
 
 
 def stack(**settings) -> StackConfig:
@@ -192,10 +192,14 @@ def test_dropout_needs_a_key_and_follows_it():
     assert not np.array_equal(once, plain)
 
 
+ORDERS = [("pre", "layer"), ("branch", "rms"), ("post", "rms")]
+
+
 @pytest.mark.parametrize(
-    ("layer_order", "norm"), [("pre", "layer"), ("branch", "rms"), ("post", "rms")]
+    "order", quick(ORDERS, chosen=[("pre", "layer"), ("post", "rms")]), ids=str
 )
-def test_both_norms_work_in_every_layer_order(layer_order, norm):
+def test_both_norms_work_in_every_layer_order(order):
+    layer_order, norm = order
     model = tiny_model(layer_order=layer_order, norm=norm, mlp="gated_gelu", tie_output=False)
     logits = run(model, random_tokens(0, 2, 7), shift(random_tokens(1, 2, 5)))
     assert jnp.all(jnp.isfinite(logits))
@@ -255,7 +259,7 @@ def test_padding_targets_do_not_count_in_the_loss():
 
 
 @pytest.mark.parametrize(("batch", "source", "target"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-@pytest.mark.parametrize("variant", ["dynamic", "attention"])
+@pytest.mark.parametrize("variant", quick(["dynamic", "attention"], chosen=["attention"]))
 def test_no_rows_and_no_positions_have_logits_of_their_shape(variant, batch, source, target):
     model = tiny_model(variant, **({"stem": TextStemConfig()} if variant == "attention" else {}))
     tokens = [jax.ShapeDtypeStruct((batch, size), jnp.int32) for size in (source, target)]

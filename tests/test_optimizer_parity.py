@@ -146,6 +146,7 @@ def factored(imported: Imported, settings) -> tuple[Imported, Training]:
     return imported._replace(config=config), settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(FACTORED, chosen=["dconv_tiny"]))
 def test_ten_factored_steps_on_packed_rows_equal_the_originals(golden, family):
     folder = golden / "mesh_tf" / family

@@ -56,14 +56,28 @@ def test_costs_agree_and_only_widths_change(model, by):
     assert dataclasses.replace(found.config, **{"emb_dim": 64, "mlp_dim": 128}) == model
 
 
-@settings(max_examples=8, deadline=None)
-@given(
+widths = given(
     emb_dim=st.sampled_from([32, 48, 64]),
     mlp_dim=st.sampled_from([64, 96, 160]),
     by=st.sampled_from(["parameters", "flops"]),
     multiple=st.sampled_from([4, 8]),
 )
-def test_no_width_at_the_same_residual_stream_is_nearer(emb_dim, mlp_dim, by, multiple):
+
+
+@settings(max_examples=2, deadline=None)
+@widths
+def test_no_width_at_the_same_residual_stream_is_nearer(**drawn):
+    _check_nearest(**drawn)
+
+
+@pytest.mark.nightly
+@settings(max_examples=20, deadline=None)
+@widths
+def test_no_width_of_many_at_the_same_residual_stream_is_nearer(**drawn):
+    _check_nearest(**drawn)
+
+
+def _check_nearest(emb_dim, mlp_dim, by, multiple):
     own = dataclasses.replace(DYNAMIC, emb_dim=emb_dim, mlp_dim=mlp_dim)
     found = pair(own, T5, by=by, multiple=multiple, tolerance=0.05, **LENGTHS)
     assert found.config.emb_dim % multiple == found.config.mlp_dim % multiple == 0
@@ -89,6 +103,7 @@ def test_a_model_is_its_own_pair():
     assert found.changed(T5) == {}
 
 
+@pytest.mark.slow
 def test_the_residual_stream_changes_where_the_feed_forward_layers_cannot_make_up():
     small = dataclasses.replace(WAVENET, emb_dim=32, mlp_dim=32)
     found = pair(small, T5, by="parameters", **LENGTHS)

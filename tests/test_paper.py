@@ -516,6 +516,7 @@ class TestFiles:
         assert len(found.questions) == 5
         assert all(isinstance(one, Study) for one in studies.values())
 
+    @pytest.mark.slow
     def test_its_recorded_results_make_the_page(self, tmp_path, capsys, monkeypatch):
         (tmp_path / "runs").mkdir()
         monkeypatch.chdir(tmp_path)

@@ -66,9 +66,14 @@ def test_every_variant_comes_in_every_size(variant, size):
 
 
 # Of models with Canon layers, which are others with as many parameters more, the tiny ones.
-@pytest.mark.parametrize(
-    "name", quick(MODELS, chosen=[n for n in MODELS if "canon" not in n or "tiny" in n])
-)
+EACH_COMMIT = [name for name in MODELS if "canon" not in name or "tiny" in name]
+SOME_SLOWLY = [
+    param if param.marks or "tiny" in name else pytest.param(name, marks=pytest.mark.slow)
+    for name, param in zip(MODELS, quick(MODELS, chosen=EACH_COMMIT), strict=True)
+]
+
+
+@pytest.mark.parametrize("name", SOME_SLOWLY)
 def test_a_model_file_builds_and_states_its_parameters(name):
     stated = re.match(r"# .*: ([\d,]+) parameters\.", (ROOT / name).read_text())
     assert stated is not None
@@ -162,6 +167,7 @@ def test_released_models_read_four_positions_to_each_side(name):
     assert {layer.reach for layer in config.decoder_layers} == {(8, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "gin/runs").glob("*.gin"))])
 def test_every_run_passes_the_dry_run(name, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a document\n\nanother one\n")
@@ -197,6 +203,7 @@ FINETUNE = sorted(
 
 
 # One of each kind of task, with a row of its data.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"),
     [

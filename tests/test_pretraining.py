@@ -42,6 +42,7 @@ def text_of(example, vocabulary):
     return vocabulary.decode(ids)
 
 
+@pytest.mark.slow
 def test_the_text_inside_python_needs_nothing():
     task = seqio.get_mixture_or_task("pydoc_span_corruption")
     found = examples(task, num=20)

@@ -8,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from quick import quick
 from safetensors.numpy import save_file
 
 import convt5
@@ -83,7 +84,7 @@ def assert_holds_the_same(model, kind: str) -> None:
         np.testing.assert_array_equal(leaf, values(kind)[name])
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", quick(list(CONFIGS), chosen=["conv"]))
 def test_an_import_is_an_ordinary_run(kind, tmp_path, capsys):
     np.savez(tmp_path / "model.npz", **foreign(kind))
     assert_holds_the_same(import_file(tmp_path / "model.npz", tmp_path / "run", kind), kind)
@@ -179,6 +180,7 @@ def test_a_vision_model_goes_through_safetensors_unchanged(tmp_path, capsys):
     assert all("ImageDataConfig.channel_order = 'bgr'" in text for text in settings)
 
 
+@pytest.mark.slow
 def test_an_export_tells_how_images_were_normalised(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **foreign("conv"))
     import_file(tmp_path / "a.npz", tmp_path / "run", "conv")
@@ -287,9 +289,10 @@ def test_heads_of_another_width_must_be_given():
         pycls.architecture(found)
 
 
-@pytest.mark.parametrize(
-    "case", ["vit_p_token", "vit_p_pooled", "vit_c_token", "vit_c_pooled_deep"]
-)
+CASES = ["vit_p_token", "vit_p_pooled", "vit_c_token", "vit_c_pooled_deep"]
+
+
+@pytest.mark.parametrize("case", quick(CASES, chosen=["vit_p_token", "vit_c_pooled_deep"]))
 def test_imports_give_the_logits_of_the_original(golden, case, tmp_path, capsys):
     described = json.loads((golden / "vitc" / "configs.json").read_text())[case]["config"]
     path = golden / "vitc" / f"{case}.npz"
@@ -304,7 +307,7 @@ def test_imports_give_the_logits_of_the_original(golden, case, tmp_path, capsys)
     assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("exported", quick([False, True], chosen=[True]))
 def test_commands_for_text_say_that_it_is_a_vision_model(exported, tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **foreign("conv"))
     import_file(tmp_path / "a.npz", tmp_path / "run", "conv", *["--to=safetensors"] * exported)

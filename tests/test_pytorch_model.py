@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import word_pieces
+from quick import quick
 from safetensors.numpy import load_file, save_file
 from test_presets import MODELS, ROOT
 
@@ -416,7 +417,11 @@ def test_the_command_goes_there_and_back(portable_folder, tmp_path):
         assert (back / name).read_bytes() == (portable_folder / name).read_bytes()
 
 
-@pytest.mark.parametrize("target", ["transformers", "hf", "safetensors"])
+TARGETS = ["transformers", "hf", "safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", quick(TARGETS, chosen=["safetensors"]))
 def test_weights_of_half_the_bytes_are_the_rounded_ones(target, tmp_path):
     config = tiny()
     if target == "hf":
@@ -463,7 +468,8 @@ def test_weights_of_another_kind_are_refused(flags, message):
         run(*flags, "--checkpoint=runs/none", "--output_dir=out")
 
 
-@pytest.mark.parametrize("target", ["transformers", "hf"])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", quick(TARGETS[:2], chosen=["transformers"]))
 def test_generation_stops_at_the_end_and_length_of_the_models_own_texts(capsys, target, tmp_path):
     stack = StackConfig(num_layers=1, mixing="attention")
     config = tiny() if target == "transformers" else tiny(encoder=stack, decoder=stack)

@@ -21,6 +21,7 @@ def run_dir(tmp_path_factory):
     return tiny_run.write_run(tmp_path_factory.mktemp("run"), task="tiny_reviews")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["sst2", "cogs"])
 def test_metrics_are_those_of_a_model_beside_the_task(task, run_dir, tmp_path, capsys, monkeypatch):
     """One task ranks labels, the other generates."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from quick import quick
 
 NUM_STEPS = 40
 
@@ -133,7 +134,7 @@ def losses(records):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", quick([signal.SIGINT, signal.SIGHUP], chosen=[signal.SIGHUP]))
 def test_a_run_whose_output_nobody_reads_any_more_saves_when_it_is_stopped(
     launch, tmp_path, number
 ):

@@ -32,6 +32,7 @@ def holder(tmp_path):
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_folder_held_by_a_live_process_is_refused_by_name(holder, tmp_path):
     with (
         pytest.raises(errors.UserError, match=f"in use by process {holder.pid} on "),
@@ -40,6 +41,7 @@ def test_a_folder_held_by_a_live_process_is_refused_by_name(holder, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_folder_held_by_a_killed_process_is_free(holder, tmp_path):
     holder.kill()
     holder.wait()

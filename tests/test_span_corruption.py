@@ -243,6 +243,7 @@ def test_segments_are_as_long_as_t5s(published, inputs_length, mean_span_length)
     assert (sizes.text, sizes.targets) == expected
 
 
+@pytest.mark.slow
 def test_the_whole_pipeline_cuts_text_as_t5_does(published):
     documents = [text(n, seed=n).tolist() for n in (300, 90, 250)]
     lengths = {"inputs": 64, "targets": 32}

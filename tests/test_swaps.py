@@ -185,6 +185,7 @@ RUN_PLACES = [
 RUN_SWAPS = [(place, swap) for place in RUN_PLACES for swap in SWAPS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     quick(RUN_SWAPS, chosen=[("run", copied), *((p, linked) for p in RUN_PLACES[1:4])]),

@@ -221,6 +221,7 @@ def test_a_signal_ends_a_study_after_the_runs_in_progress(tmp_path, number):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_the_run_of_a_study_that_is_gone_stops(tmp_path):
     """Its standard input ends with the study, however that does; in a test it has ended before."""
     settings = ["--gin_file=gin/runs/resume_check.gin", f"--gin.RUN_DIR={tmp_path / 'run'}"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import seqio
 from convt5.tasks import synthetic
+from quick import quick
 
 from convt5 import data, errors
 
@@ -19,6 +20,9 @@ TASKS = (
     synthetic.entailment,
 )
 each_task = pytest.mark.parametrize("make", TASKS, ids=lambda make: make.__name__)
+some_tasks = pytest.mark.parametrize(
+    "make", quick(TASKS, chosen=[synthetic.listops, synthetic.lookback]), ids=lambda m: m.__name__
+)
 
 
 def texts(task, split="train", num=5, **arguments):
@@ -168,12 +172,12 @@ def test_targets_can_hold_the_symbols_alone():
     assert len(example["targets"]) == 8
 
 
-@each_task
+@some_tasks
 def test_the_seed_decides(make):
     assert texts(make()) == texts(make()) != texts(make(seed=1))
 
 
-@each_task
+@some_tasks
 def test_splits_differ(make):
     task = make(num_train=30, num_eval=10)
     found = {split: texts(task, split, num=-1) for split in task.splits}

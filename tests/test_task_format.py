@@ -14,6 +14,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 import tiny_run
 from convt5.tasks import classification, formats, squad, synthetic, vocabularies
+from quick import quick
 
 import convt5
 from convt5 import errors, evaluation, infer
@@ -88,7 +89,11 @@ def test_training_and_prediction_space_punctuation_alike(texts):
 
 class TestTasks:
     @pytest.mark.parametrize(
-        "name", [path.stem for path in sorted((ROOT / "gin" / "tasks").glob("*.gin"))]
+        "name",
+        quick(
+            [path.stem for path in sorted((ROOT / "gin" / "tasks").glob("*.gin"))],
+            chosen=["sst2", "squad", "cogs", "summarization", "stsb", "mnli"],
+        ),
     )
     def test_a_row_of_a_file_is_asked_as_it_was_trained(self, model, tmp_path, name):
         paper = classification.PAPER_TASKS.get(name)
@@ -110,7 +115,9 @@ class TestTasks:
             assert bool(format.labels) == (name not in WITHOUT_LABELS)
             assert task_format.from_json(task_format.as_json([format])) == (format,)
 
-    @pytest.mark.parametrize("name", [*classification.PAPER_TASKS, "squad"])
+    @pytest.mark.parametrize(
+        "name", quick([*classification.PAPER_TASKS, "squad"], chosen=["sst2", "squad"])
+    )
     def test_an_example_of_tfds_is_asked_as_it_was_trained(self, model, name):
         make = squad.squad if name == "squad" else classification.paper_task
         task = make(**({} if name == "squad" else {"name": name}), vocabulary=BYTES)
@@ -323,6 +330,7 @@ class TestCommand:
         captured = capsys.readouterr()
         return [json.loads(line) for line in captured.out.splitlines()], captured.err
 
+    @pytest.mark.slow
     def test_lines_get_labels_and_probabilities(self, runs, tmp_path, capsys):
         (tmp_path / "in.txt").write_text("one\ntwo\n")
         (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two", "label": "no"}\n')

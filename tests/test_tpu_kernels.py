@@ -175,7 +175,7 @@ def gradients(kind, options, x, weights, dy, choice="interpreted kernels"):
     return compiled_gradients(kind, options, x, weights, dy, choice=choice)(x, weights, dy)
 
 
-@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+@pytest.mark.parametrize("kind", quick(["lightweight", "dynamic"], chosen=["lightweight"]))
 def test_kernels_equal_loops_written_from_the_equations(kind):
     # A length that no block divides.
     x, logits, dy = draw(kind, batch=1, length=20, taps=4)
@@ -189,7 +189,7 @@ def test_kernels_equal_loops_written_from_the_equations(kind):
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("kind", quick(list(CONVOLUTIONS), chosen=["dynamic"]))
 def test_bfloat16_is_rounded_once_after_a_float32_sum(kind):
     x, weights, dy = draw(kind, length=40, taps=5, dtype=jnp.bfloat16)
     options = {"segment_ids": packed_rows(2, 40)}
@@ -214,8 +214,12 @@ def test_what_lies_in_padding_or_in_other_segments_is_never_read():
     assert not np.any(np.asarray(found[0])[np.asarray(ids == 0)])
 
 
-@pytest.mark.parametrize(("kind", "heads"), [("depthwise", 256), ("dynamic", 2), ("dynamic", 1)])
-def test_rows_and_channels_split_over_devices_without_gathering(kind, heads):
+SPLIT = [("depthwise", 256), ("dynamic", 2), ("dynamic", 1)]
+
+
+@pytest.mark.parametrize("case", quick(SPLIT, chosen=SPLIT[1:2]), ids=str)
+def test_rows_and_channels_split_over_devices_without_gathering(case):
+    kind, heads = case
     x, weights, dy = draw(kind, batch=4, length=16, heads=heads, embed=256)
     options = {"segment_ids": packed_rows(4, 16)}
     expected = gradients(kind, options, x, weights, dy, "plain")
@@ -286,8 +290,8 @@ def kernel_calls(jaxpr):
                     yield from kernel_calls(inner)
 
 
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-@pytest.mark.parametrize("dilation", [1, 8])
+@pytest.mark.parametrize("kind", quick(list(CONVOLUTIONS), chosen=["depthwise", "dynamic"]))
+@pytest.mark.parametrize("dilation", quick([1, 8], chosen=[8]))
 def test_kernels_state_at_least_the_bytes_of_their_operands_and_results(kind, dilation):
     case = operator_costs.Case(kind=kind, taps=7, heads=2, dilation=dilation, length=1536, batch=2)
     x, *others = case.arrays

@@ -18,6 +18,7 @@ from convt5.modeling.tree_paths import named_leaves
 from convt5.vision.stems import ConvolutionStem
 
 CASES = ("vit_p_token", "vit_p_pooled", "vit_c_token", "vit_c_pooled_deep")
+QUICK_CASES = quick(CASES, chosen=["vit_p_token", "vit_c_pooled_deep"])
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 IN_FLOAT32 = 5e-7  # What the references keep in float32 can be compared no closer.
 
@@ -82,7 +83,7 @@ def dtype(request):
         yield request.param
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK_CASES)
 def test_outputs_are_those_of_the_original(golden, case, dtype):
     found, _, _ = computed(golden / "vitc", case, dtype)
     data = recorded(golden / "vitc", case)
@@ -94,7 +95,7 @@ def test_outputs_are_those_of_the_original(golden, case, dtype):
         assert_near(value, expected, dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK_CASES)
 def test_running_statistics_move_as_in_the_original(golden, case, dtype):
     _, statistics, _ = computed(golden / "vitc", case, dtype)
     data, model = recorded(golden / "vitc", case), imported(golden / "vitc", case)
@@ -106,7 +107,7 @@ def test_running_statistics_move_as_in_the_original(golden, case, dtype):
         assert_near(value, data[f"train.new.{sources[path]}"], dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK_CASES)
 def test_gradients_are_those_of_the_original(golden, case, dtype):
     _, _, gradients = computed(golden / "vitc", case, dtype)
     data, model = recorded(golden / "vitc", case), imported(golden / "vitc", case)

@@ -92,6 +92,7 @@ def statistics_of(leaves):
     return {name: x for name, x in leaves.items() if name.endswith(("norm/mean", "norm/variance"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", quick([(1, 8, 1), (2, 2, 2)], chosen=[(2, 2, 2)]))
 def test_an_update_is_the_same_on_every_mesh(mesh):
     alone, spread = after_two_steps(), after_two_steps(mesh)

@@ -74,7 +74,7 @@ CASES = [("CAUSAL", 75), ("CENTERED", 149), ((50, 20), 71), ("CAUSAL", 99)]
 
 @pytest.mark.parametrize("packed", quick([True, False], chosen=[True]))
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", quick(CASES, chosen=CASES[:2]))
+@pytest.mark.parametrize("case", quick(CASES, chosen=CASES[:1]))
 def test_outputs_and_gradients_equal_direct_sums(method, case, packed):
     padding, taps = case
     x, kernel, ids, dy = arrays(75, taps)
@@ -95,7 +95,7 @@ def test_direct_sums_equal_loops_written_from_the_equations():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", quick([True, False], chosen=[True]))
 def test_what_must_not_be_read_has_no_influence_at_all(method, causal):
     """Not even by rounding: what is not a number would show."""
     x, kernel, _, dy = arrays(75, 75 if causal else 149)
@@ -145,6 +145,7 @@ def test_bfloat16_rows_are_summed_in_float32():
         assert np.sqrt(np.mean(np.square(error))) < tolerance * np.std(expected)
 
 
+@pytest.mark.nightly
 def test_many_blocks_of_bfloat16_are_no_less_accurate_than_few():
     x, kernel, _, dy = (jnp.asarray(a, jnp.bfloat16) for a in arrays(512, 512))
     found = both("default", "CAUSAL", x, kernel, None, dy)

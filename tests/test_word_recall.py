@@ -69,6 +69,7 @@ def test_texts_are_whole_again_with_their_words(examples, task, vocabulary):
     assert count >= 0.75 * len(examples)  # The others are parts of texts beyond the length.
 
 
+@pytest.mark.slow
 def test_passages_are_sentences_and_held_out_ones_are_not_trained_on(task):
     passages = word_recall.pydoc_passages()
     assert len(passages) >= 1000
