@@ -8,7 +8,7 @@ token ids of the inputs and of the targets whose scores the metrics need.
 `answer --file=trec6.json --output=answers.jsonl RUN ...` computes scores and predictions of the
 runs, on whatever device JAX has.
 
-`measure`, with the settings of `ask` and `--answers=answers.jsonl`, prints the metrics of each run
+`measure`, with the settings of `ask` and `--answers answers.jsonl`, prints the metrics of each run
 as JSON lines. They are those of `convt5.eval`: the evaluator is the same, and only the model is
 elsewhere.
 """
@@ -161,7 +161,8 @@ def answers(
 def measure(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
     """Prints the metrics of each run that answered these questions."""
     of_task = evaluator(settings, bindings)
-    for line in settings.answers.read_text().splitlines():
+    lines = (line for file in settings.answers for line in file.read_text().splitlines())
+    for line in lines:
         answers = json.loads(line)
         if answers.get("file") == settings.file.name:
             metrics = of_task.evaluate(Answering(answers)).metrics
@@ -186,7 +187,8 @@ def main(argv: Sequence[str]) -> None:
         add("--num_examples", type=int, help="default: all")
         add("--every_nth", type=int, default=1)
         if function is measure:
-            add("--answers", type=command_line.path, required=True, help="what `answer` wrote")
+            of_answers = {"type": command_line.path, "nargs": "+", "required": True}
+            add("--answers", help="files that `answer` wrote", **of_answers)
     settings, bindings = parser.parse_known_args(argv)
     unknown = [each for each in bindings if not each.startswith("--gin.")]
     if unknown or (bindings and settings.command == "answer"):
