@@ -511,6 +511,7 @@ def test_an_import_goes_on_in_its_own_vocabulary_wherever_it_lies(with_words, tm
 
 
 @pytest.mark.parametrize("flags", [["--dry_run"], []])
+@pytest.mark.slow
 def test_an_import_does_not_go_on_with_ids_of_another_vocabulary(with_words, flags, tmp_path):
     from convt5 import train
 

@@ -785,6 +785,7 @@ def test_lines_of_utf_16_are_not_read_as_bytes(tmp_path, encoding):
 
 
 @pytest.mark.parametrize("source", quick(["memory", "files"], chosen=["files"]))
+@pytest.mark.slow
 def test_tasks_that_share_documents_read_them_in_orders_of_their_own(tmp_path, monkeypatch, source):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(task_blocks, "_WIDEST_WINDOW", 2)

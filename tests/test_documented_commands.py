@@ -134,6 +134,7 @@ def check_settings(name: str, arguments: command_line.Arguments) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.slow
 def test_commands_of_a_page_have_flags_and_settings_that_there_are(
     page, tmp_path, sandbox, monkeypatch
 ):

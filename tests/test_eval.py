@@ -163,6 +163,7 @@ def test_padding_inside_of_targets_is_told(caplog):
 
 
 @pytest.mark.parametrize("normalize_by", ["tokens", "positions"])
+@pytest.mark.slow
 def test_what_is_minimised_is_reported_beside_the_cross_entropy(normalize_by):
     """As the trainer's own loss has both, on the same targets."""
     loss = losses.TextLoss(label_smoothing=0.2, z_loss=0.01, normalize_by=normalize_by)

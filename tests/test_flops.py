@@ -89,5 +89,6 @@ TOGETHER = {name: value for way in WAYS for name, value in way.items()} | {"grad
 
 
 @pytest.mark.parametrize("way", quick([TOGETHER, *WAYS], chosen=[TOGETHER]), ids=str)
+@pytest.mark.slow
 def test_a_step_counts_the_same_in_microbatches_in_a_loop_over_layers_and_on_more_devices(way):
     assert step_flops(**way) == pytest.approx(plain_flops(), rel=0.02)

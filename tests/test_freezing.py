@@ -91,6 +91,7 @@ def encoder_frozen():
 
 
 @pytest.mark.parametrize("frozen", quick([ENCODER, (r"/layers/0/",)], chosen=[ENCODER]))
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_others_change_as_ever(all_trained, encoder_frozen, frozen):
     if frozen == ENCODER:
         update = encoder_frozen
@@ -242,6 +243,7 @@ def test_a_run_with_frozen_parameters_continues_exactly_and_is_a_model_as_any(ru
     assert whole.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(model))
 
 
+@pytest.mark.slow
 def test_a_run_cannot_change_what_is_frozen(run):
     plain = {"model": tiny_run.CONFIG, "optimizer": SGDConfig(momentum=0.9)}
     run("a", **plain, num_steps=2)

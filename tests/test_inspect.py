@@ -238,6 +238,7 @@ def test_the_step_that_is_compiled_is_that_of_the_run():
     assert plan.num_trained() < plan.num_parameters()
 
 
+@pytest.mark.slow
 def test_costs_in_closed_form_say_that_they_leave_out_what_is_frozen(capsys):
     argv = ["--gin_file=gin/runs/quickstart.gin"]
     assert inspect.main([*argv, "--gin.trainer.train.frozen=['^encoder/']"]) == 0
@@ -409,6 +410,7 @@ def test_command_runs_without_tensorflow_and_exits_with_zero(gin_file):
 VIT = "gin/models/vit_c_tiny.gin"
 
 
+@pytest.mark.slow
 def test_a_model_of_few_ids_is_measured(gin_file, capsys):
     few = "--gin.architecture.ConvT5Config.vocab_size=2"
     lengths = ("--encoder_length=4", "--decoder_length=4", "--batch_size=8")

@@ -66,6 +66,7 @@ widths = given(
 
 @settings(max_examples=2, deadline=None)
 @widths
+@pytest.mark.slow
 def test_no_width_at_the_same_residual_stream_is_nearer(**drawn):
     _check_nearest(**drawn)
 

@@ -125,6 +125,7 @@ def save_safetensors(path, arrays):
 @pytest.mark.parametrize(
     ("name", "save"), [("a.npz", save_with_prefix), ("a.safetensors", save_safetensors)]
 )
+@pytest.mark.slow
 def test_other_containers_and_names_hold_the_same(name, save, tmp_path, capsys):
     save(tmp_path / name, foreign("conv"))
     assert_holds_the_same(import_file(tmp_path / name, tmp_path / "run", "conv"), "conv")
@@ -167,6 +168,7 @@ def test_strides_and_image_size_can_be_given(tmp_path, capsys):
     assert (model.config.image_size, model.config.grid_size) == (18, 6)
 
 
+@pytest.mark.slow
 def test_a_vision_model_goes_through_safetensors_unchanged(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **foreign("conv"))
     import_file(tmp_path / "a.npz", tmp_path / "run", "conv")

@@ -59,6 +59,7 @@ def test_at_initialisation_every_layer_reads_what_the_closed_form_says(stack, ha
         assert field.mass.sum() == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_attention_reads_everything_from_its_layer_upwards():
     stack = StackConfig(num_layers=3, mixing="depthwise", kernel_size=3, attention_layers=(1,))
     below, *others = receptive_field.measure(model(stack), tokens(40))

@@ -80,6 +80,7 @@ def last_record(run_dir):
 
 
 @pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.slow
 def test_the_metrics_are_those_that_training_measured(run_dir, ema):
     found, lines = evaluated(run_dir, *["--ema"] * ema)
     expected = last_record(run_dir)

@@ -100,6 +100,7 @@ def test_an_update_is_the_same_on_every_mesh(mesh):
         np.testing.assert_allclose(spread[name], expected, rtol=2e-3, atol=2e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_running_statistics_are_those_that_the_model_returns():
     chosen = plan()
     state = chosen.init_state()
