@@ -509,11 +509,12 @@ class TestBadInput:
 
 
 class TestFiles:
-    def test_the_paper_of_the_project_is_read_with_its_studies(self):
-        found = reading.read(["gin/studies/paper.gin"], ["VOCABULARY='v.model'"])
+    @pytest.mark.parametrize(("name", "questions"), [("paper", 5), ("paper_budget", 4)])
+    def test_the_papers_of_the_project_are_read_with_their_studies(self, name, questions):
+        found = reading.read([f"gin/studies/{name}.gin"], ["VOCABULARY='v.model'"])
         assert isinstance(found, Paper)
         studies = reading.studies_of(found)
-        assert len(found.questions) == 5
+        assert len(found.questions) == questions
         assert all(isinstance(one, Study) for one in studies.values())
 
     @pytest.mark.slow
@@ -535,6 +536,22 @@ class TestFiles:
         assert "finetuning 120 of 120" in shown.out
         assert "times" in shown.out
         assert (tmp_path / "paper" / "question_1.png").exists()
+
+    @pytest.mark.slow
+    def test_recorded_results_of_the_larger_budget_make_its_page(
+        self, tmp_path, capsys, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+        arguments = [
+            "--gin_file=gin/studies/paper_budget.gin",
+            f"--gin.PAGE={tmp_path / 'paper_budget.md'}",
+            f"--import_results={ROOT / 'docs' / 'results'}",
+            "--report_only",
+        ]
+        assert sweep.main(arguments) == 0
+        assert "finetuning_cached 120 of 120" in capsys.readouterr().out
+        page = (tmp_path / "paper_budget.md").read_text()
+        assert page == (ROOT / "docs" / "paper_budget.md").read_text()
 
     def test_a_dry_run_lists_the_studies(self, tmp_path, capsys, monkeypatch):
         monkeypatch.chdir(tmp_path)
