@@ -110,19 +110,25 @@ def describe(point: Described) -> "TrainRun":
     # These do not affect the cost.
     idle = ("trainer.train.run_dir=", "trainer.train.seed=")
     kept = tuple(b for b in point.bindings if not b.startswith(idle))
-    return _describe(point.gin_files, kept, point.trust, point.is_own)
+    placed = (*kept, "trainer.train.run_dir='unused'")
+    return train_run(point.gin_files, placed, point.trust, point.is_own)
 
 
 @functools.cache
-def _describe(
+def train_run(
     gin_files: tuple[str, ...], bindings: tuple[str, ...], trust: tuple[str, ...], is_own: bool
 ) -> "TrainRun":
+    """Returns the run that gin files and bindings describe.
+
+    Raises:
+        UserError: settings that the trainer does not have.
+    """
     from convt5.configuration import gin_config
     from convt5.training import trainer
 
     config = gin_config.load(
         gin_files,
-        [*bindings, "trainer.train.run_dir='unused'"],
+        bindings,
         roots=["@trainer.train"],
         supplied=["config_text"],
         trusted=trust,

@@ -17,16 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TextIO, get_args
 
 from convt5 import errors
 from convt5.configuration import gin_files
 from convt5.runtime import atomic_files, cores, foreign_files
 from convt5.runtime.amounts import duration
 from convt5.runtime.bars import Bar
+from convt5.sweeps.equal_cost import train_run
 from convt5.sweeps.study import Point, Study
 from convt5.training import interruption
 from convt5.training.run_log import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from convt5.training.trainer import TrainRun
 
 RUNS_FOLDER = "runs"
 FIRST_STAGES_FOLDER = "first_stages"
@@ -80,21 +84,20 @@ def check(study: Study) -> None:
 
 
 def _check_configuration(run: StudyRun, name: str) -> None:
-    from convt5.configuration import gin_config
-    from convt5.training import trainer
-
     try:
-        config = gin_config.load(
-            run.point.gin_files,
-            _bindings(run),
-            roots=["@trainer.train"],
-            supplied=["config_text"],
-            trusted=run.point.trust,
-            own_bindings=run.point.is_own,
-        )
-        trainer.TrainRun(**config.arguments(trainer.train)).check()
+        describe(run).check()
     except errors.UserError as error:
         raise errors.UserError(f"{name} cannot be made: {error}") from error
+
+
+def describe(run: StudyRun) -> "TrainRun":
+    """Returns the settings of a run, in its run directory.
+
+    Raises:
+        UserError: settings that the trainer does not have.
+    """
+    point = run.point
+    return train_run(point.gin_files, tuple(_bindings(run)), point.trust, point.is_own)
 
 
 def states(study: Study) -> list[StudyRun]:
@@ -323,7 +326,7 @@ def _run(study: Study, made: StudyRun, launch: Launch) -> StudyRun:
     """Makes a run whose first stage is finished; returns it with its status."""
     made.folder.mkdir(parents=True, exist_ok=True)
     # Once: while the run is made, its gin files may change.
-    write = functools.partial(_write, made, contents=_contents(made.point))
+    write = functools.partial(write_status, made, contents=_contents(made.point))
     if made.first is not None and made.first.status == "diverged":
         return write("diverged", f"its first stage diverged: {made.first.message}")
     write("started")
@@ -374,10 +377,10 @@ def check_settings(point: Point, about: Mapping[str, Any], *, where: str) -> Non
         UserError: it has other settings; or it is done, and a gin file has changed since.
     """
     recorded = about["settings"]
-    if recorded != settings_of(point):
+    if recorded != _settings(point):
         raise errors.UserError(
             f"{where} holds a run of other settings ({errors.clip(recorded, limit=2000)}, now "
-            f"{settings_of(point)}); restore the study's settings, or choose another output_dir."
+            f"{_settings(point)}); restore the study's settings, or choose another output_dir."
         )
     # Earlier versions recorded none; a run that is not done goes on with what is changed.
     of_run = about.get("contents")
@@ -440,9 +443,19 @@ def write_about(folder: pathlib.Path, about: Mapping[str, Any]) -> None:
     atomic_files.replace_text(folder / STATUS_FILE, json.dumps(about, indent=2) + "\n")
 
 
-def _write(made: StudyRun, status: Status, message: str = "", *, contents: Any) -> StudyRun:
+def write_status(
+    made: StudyRun, status: Status, message: str = "", *, contents: str | None = None
+) -> StudyRun:
+    """Notes the status of a run in its folder, and returns the run with it.
+
+    Args:
+        made: the run.
+        status: its status.
+        message: the message of a diverged run.
+        contents: a digest of the gin files that it was made with; None if unknown.
+    """
     about = {
-        "settings": settings_of(made.point),
+        "settings": _settings(made.point),
         "contents": contents,
         "status": status,
         "message": message,
@@ -451,14 +464,13 @@ def _write(made: StudyRun, status: Status, message: str = "", *, contents: Any) 
     return made._replace(status=status, message=message)
 
 
-def settings_of(point: Point) -> dict[str, Any]:
-    """Returns the settings of a run, as `read_about` tells them."""
+def _settings(point: Point) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "gin_files": list(point.gin_files),
         "bindings": list(point.bindings),
     }
     # Without a first stage, the description is that of earlier versions.
-    return settings | ({"first": settings_of(point.first)} if point.first else {})
+    return settings | ({"first": _settings(point.first)} if point.first else {})
 
 
 def _folder(study: Study, name: str, point: Point) -> pathlib.Path:

@@ -141,7 +141,7 @@ def make_plan(
     abstract = shapes_of(make_state)
     shardings = state_shardings(abstract, mesh, config.sharding_rules)
     batch_sharding = sharding.token_sharding(mesh)
-    init_key, dropout_key = jax.random.split(seed_key(config.seed))
+    init_key, dropout_key = run_keys(config.seed)
     return Plan(
         config=config,
         batch_size=batch_size,
@@ -161,6 +161,12 @@ def make_plan(
         make_state=make_init_state(make_state, shardings),
         init_key=init_key,
     )
+
+
+def run_keys(seed: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Returns the keys of the initial parameters and of dropout of a run with this seed."""
+    init_key, dropout_key = jax.random.split(seed_key(seed))
+    return init_key, dropout_key
 
 
 def check_mesh(

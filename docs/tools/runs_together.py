@@ -33,16 +33,14 @@ import numpy as np
 import remote_evaluation
 
 from convt5 import errors
-from convt5.configuration import command_line, gin_config
+from convt5.configuration import command_line
 from convt5.evaluation.batching import Batch
 from convt5.evaluation.predictor import Predictor
-from convt5.modeling.layers import seed_key
 from convt5.modeling.model import ConvT5
 from convt5.runtime import atomic_files
 from convt5.sweeps import reading, running
 from convt5.sweeps.study import Point, Study
-from convt5.training import trainer
-from convt5.training.plan import Plan
+from convt5.training.plan import Plan, run_keys
 from convt5.training.run_log import METRICS_FILE
 from convt5.training.train_state import TrainState
 from convt5.training.train_step import make_train_step
@@ -71,18 +69,8 @@ class Member(NamedTuple):
 
 def members(study: Study, names: Sequence[str] | None = None) -> list[Member]:
     """Returns the runs of a study, or those of these names."""
-    points = [point for point in study.points() if names is None or point.name in names]
-    return [Member(point, _run(point)) for point in points]
-
-
-def _run(point: Point) -> TrainRun:
-    config = gin_config.load(
-        point.gin_files,
-        [*point.bindings, "RUN_DIR='none'"],
-        roots=["@trainer.train"],
-        supplied=["config_text"],
-    )
-    return TrainRun(**config.arguments(trainer.train))
+    chosen = [run for run in running.states(study) if names is None or run.point.name in names]
+    return [Member(run.point, running.describe(run)) for run in chosen]
 
 
 def groups(runs: Sequence[Member]) -> list[list[Member]]:
@@ -92,6 +80,7 @@ def groups(runs: Sequence[Member]) -> list[list[Member]]:
         run = member.run
         like = dataclasses.replace(
             run,
+            run_dir="",
             seed=0,
             schedule=runs[0].run.schedule,
             init_from=None,
@@ -120,8 +109,7 @@ def batches(run: TrainRun) -> Batches:
 
 def first_state(run: TrainRun, plan: Plan) -> TrainState:
     """Returns the state that the trainer begins with."""
-    init_key, _ = jax.random.split(seed_key(run.seed))
-    state = plan.make_state(init_key)
+    state = plan.make_state(run_keys(run.seed)[0])
     if run.init_from is None:
         return state
     return state.starting_with(run.init_from.apply(state.model)[0])
@@ -138,7 +126,7 @@ def train(group: Sequence[Member]) -> Iterator[tuple[np.ndarray, TrainState]]:
     read = [batches(run) for run in by_seed.values()]
     rows = {name: jnp.asarray(np.stack([each[name] for each in read], 1)) for name in read[0]}
     read_by = np.array([list(by_seed).index(_rows(run).seed) for run in runs])
-    keys = jnp.stack([jax.random.split(seed_key(run.seed))[1] for run in runs])
+    keys = jnp.stack([run_keys(run.seed)[1] for run in runs])
     rates = jnp.stack([jax.vmap(run.schedule)(jnp.arange(run.num_steps)) for run in runs])
 
     def update(state: TrainState, batch: Any, key: Any, rates: Any) -> Any:
@@ -229,8 +217,7 @@ def write_results(study: Study, output: pathlib.Path, metrics: pathlib.Path) -> 
             made.folder.mkdir(parents=True, exist_ok=True)
             record = json.dumps(losses[name] | measured[name])
             atomic_files.replace_text(made.folder / METRICS_FILE, record + "\n")
-            about = {"settings": running.settings_of(made.point), "status": "finished"}
-            running.write_about(made.folder, about | {"message": ""})
+            running.write_status(made, "finished")
             written += 1
     return written
 
