@@ -85,6 +85,12 @@ RESUME, DIGITS = "gin/runs/resume_check.gin", "gin/runs/digits.gin"
         ("train", RESUME, "optimizer.AdafactorConfig.epsilon=1e400", "must be a finite number"),
         ("cache", RESUME, "NUM_STEPS=1e400", "must be a finite number"),
         (
+            "cache",
+            RESUME,
+            "NUM_STEPS=" + "9" * 400,
+            r"NUM_STEPS=9{60}\.\.\. must be a finite number",
+        ),
+        (
             "train",
             RESUME,
             "schedule.InverseSqrt.warmup_steps=@optimizer.AdamWConfig()",

@@ -120,6 +120,7 @@ def test_storing_keeps_each_document_once(tmp_path):
     assert stored["validation"] == []
 
 
+@pytest.mark.slow
 def test_much_text_is_stored_in_many_files_of_equal_numbers_of_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_SHARD_BYTES", 10)
     path = write(tmp_path / "text.txt", "\n".join(str(i) for i in range(1000)))
@@ -380,10 +381,22 @@ def test_damaged_archives_are_named(tmp_path, compression):
     path = tmp_path / {gzip: "a.txt.gz", lzma: "a.txt.xz", bz2: "a.txt.bz2"}[compression]
     whole = compression.compress(b"one\ntwo\n")
     no_block = whole[:10] + b"\xff" + whole[11:]
-    for content in (whole[: len(whole) // 2], b"plain", no_block):
+    damaged = (whole[: len(whole) // 2], b"plain", no_block)
+    for content in (*damaged, *(whole + part for part in damaged), whole + b"plain" + whole):
         path.write_bytes(content)
         with pytest.raises(errors.UserError, match=r"a\.txt\.\w+' cannot be read"):
             list(TextFiles(path=str(path)).documents())
+
+
+@pytest.mark.parametrize("padding", [b"", b"\0" * 4, b"\0" * 20_000])
+@pytest.mark.parametrize("compression", [gzip, lzma, bz2])
+def test_streams_one_behind_another_are_all_read(tmp_path, compression, padding):
+    path = tmp_path / {gzip: "a.txt.gz", lzma: "a.txt.xz", bz2: "a.txt.bz2"}[compression]
+    pages = [f"{page} {'word ' * 20_000}end" for page in range(3)]
+    packed = [compression.compress(f"{page}\n".encode()) for page in pages]
+    path.write_bytes(padding.join(packed) + padding)
+    found = [document.decode() for document in TextFiles(path=str(path)).documents()]
+    assert found == pages
 
 
 @pytest.mark.parametrize(

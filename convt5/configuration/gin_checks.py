@@ -5,7 +5,6 @@ Each check yields one sentence per fault, with file and line; `gin_config` raise
 
 import importlib
 import inspect
-import math
 import pathlib
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from convt5 import errors
 from convt5.configuration import gin_files, gin_types
 from convt5.configuration.gin_files import Import, Location, Macro
 from convt5.configuration.gin_names import ResolvedReference, Setting, Target, flatten, own_modules
+from convt5.errors import rules
 from convt5.runtime import quiet_imports
 
 PROGRAM_MACROS = ("MODEL", "MODEL_NAME")
@@ -389,11 +389,12 @@ def missing_message(missing: Mapping[str, str]) -> str:
 
 
 def number_faults(settings: Iterable[Setting]) -> Iterator[str]:
-    """Yields numbers such as 1e400, which become infinite and cannot be written to a gin file."""
+    """Yields numbers such as 1e400 and 10**400, which no float holds."""
     for setting in settings:
         for value in flatten(setting.value):
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{setting.location}: {setting.name}={value} must be a finite number."
+            if isinstance(value, int | float) and not rules.finite(value):
+                shown = errors.clip(value)
+                yield f"{setting.location}: {setting.name}={shown} must be a finite number."
 
 
 def typed(final: Mapping[Any, Setting]) -> Iterator[gin_types.Typed]:

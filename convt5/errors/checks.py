@@ -131,11 +131,16 @@ def _type_name(hint: Any) -> str:
 
 _PLAIN: dict[Any, Callable[[object], bool]] = {
     int: lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool),
-    float: lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, numbers.Real) and _fits_float(value),
     bool: lambda value: isinstance(value, bool),
     str: lambda value: isinstance(value, str | os.PathLike),
     type(None): lambda value: value is None,
 }
+
+
+def _fits_float(value: numbers.Real) -> bool:
+    is_integer = isinstance(value, numbers.Integral)
+    return not isinstance(value, bool) and (not is_integer or rules.finite(value))
 
 
 def layer_faults(count: int, *, where: str = "") -> list[str]:
@@ -158,7 +163,7 @@ def count_faults(
     values = {name: getattr(description, name) for name in names}
     alternative = "" if none is None else f", or None for {none}"
     return [
-        f"{name}={value!r} must be an integer of at least 1{alternative}."
+        f"{name}={errors.clip(value)} must be an integer of at least 1{alternative}."
         for name, value in values.items()
         if rules.count(value) and not (value is None and none is not None)
     ]

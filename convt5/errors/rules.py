@@ -6,10 +6,10 @@ their description.
 """
 
 import dataclasses
-import math
 import numbers
+import sys
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, TypeGuard, cast, get_args
 
 from convt5 import errors
 
@@ -45,7 +45,7 @@ def faults(description: Any, where: str = "") -> list[str]:
 def field_faults(field: dataclasses.Field, value: object, where: str = "") -> list[str]:
     """Returns a sentence if `value` breaks the rule of a field."""
     broken = field.metadata["rule"](value) if "rule" in field.metadata else ""
-    return [f"{where}{field.name}={value!r} {broken}"] if broken else []
+    return [f"{where}{field.name}={errors.clip(value)} {broken}"] if broken else []
 
 
 def count(value: object) -> str:
@@ -71,14 +71,12 @@ def switch(value: object) -> str:
 
 def share(value: object) -> str:
     """Rule: a number in [0, 1)."""
-    is_share = isinstance(value, numbers.Real) and 0 <= float(value) < 1
-    return "" if is_share else "must be in [0, 1)."
+    return "" if finite(value) and 0 <= value < 1 else "must be in [0, 1)."
 
 
 def positive(value: object) -> str:
     """Rule: a finite number above 0."""
-    is_positive = isinstance(value, numbers.Real) and 0 < float(value) < math.inf
-    return "" if is_positive else "must be positive."
+    return "" if finite(value) and value > 0 else "must be positive."
 
 
 def choice(*allowed: Any) -> Rule:
@@ -92,6 +90,11 @@ def choice(*allowed: Any) -> Rule:
         return f"must be one of {', '.join(values)}.{near}"
 
     return rule
+
+
+def finite(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a number that a float can hold: 10**400 is none."""
+    return isinstance(value, numbers.Real) and abs(cast(float, value)) <= sys.float_info.max
 
 
 def _is_count(value: object) -> bool:

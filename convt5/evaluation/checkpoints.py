@@ -20,6 +20,7 @@ from convt5.modeling.architecture import ConvT5Config
 from convt5.modeling.model import ConvT5
 from convt5.modeling.placement import TEXT_RULES
 from convt5.training.run_directory import CONFIG_FILE
+from convt5.training.train_state import abstract_model
 from convt5.vision import placement
 from convt5.vision.architecture import ViTConfig
 
@@ -171,7 +172,7 @@ def load_any(found: Found, mesh: Mesh, *, ema: bool = False, **settings: Any) ->
         model = loading.load_model(found.folder, ema=ema, **settings)
         return jax.device_put(model, shardings(model, mesh))
     config = loading.with_settings(loading.run_config(found.folder), settings)
-    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    abstract = abstract_model(config)
     placed = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         abstract,

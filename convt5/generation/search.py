@@ -7,7 +7,6 @@ host arrays to buckets and calls them.
 import dataclasses
 import functools
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from convt5 import errors
-from convt5.errors import checks
+from convt5.errors import checks, rules
 from convt5.modeling.layers import at_least_float32
 from convt5.modeling.model import ConvT5, DecoderState, HostOrDevice
 
@@ -59,12 +58,12 @@ class Sampling:
         checks.make_plain(self)
         faults = checks.count_faults(self, ("top_k",), none="every token")
         faults += checks.count_faults(self, ("num_results",))
-        if not (_is_number(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
+        if not (rules.finite(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
             faults.append(
                 f"temperature={self.temperature!r} must be above 0; use Greedy for its limit 0, "
                 f"and below {LOWEST_TEMPERATURE}."
             )
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+        if not (rules.finite(self.top_p) and 0 < self.top_p <= 1):
             faults.append(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token.")
         errors.raise_all(faults, where="Sampling")
 
@@ -120,7 +119,7 @@ def results_per_row(strategy: Any) -> int:
 
 def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:
     """Returns errors in a length penalty: scores are divided by the length to this power."""
-    if not (_is_number(length_penalty) and math.isfinite(length_penalty)):
+    if not rules.finite(length_penalty):
         return [
             f"length_penalty={length_penalty!r} must be a finite number; 0 compares plain sums, "
             "above 0 favours longer results."
@@ -131,10 +130,6 @@ def length_penalty_faults(length_penalty: float, length: int = 1) -> list[str]:
         f"length_penalty={length_penalty} is too far from 0: scores of {length} tokens would be "
         f"divided by {length} ** {length_penalty}, which leaves float32; choose one nearer to 0."
     ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real)
 
 
 class SearchInputs(NamedTuple):

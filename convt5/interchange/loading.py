@@ -16,6 +16,7 @@ from convt5.interchange import hugging_face, portable, pytorch_model
 from convt5.interchange.mapping import Imported, Report, Source, build_model
 from convt5.modeling.tree_paths import named_leaves
 from convt5.runtime import local_files
+from convt5.training.train_state import abstract_model
 
 if TYPE_CHECKING:
     from convt5.modeling.model import ConvT5
@@ -46,7 +47,7 @@ def load_model(
     """
     if not is_exported(directory):
         config = with_settings(run_config(directory, step=step), settings)
-        abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+        abstract = abstract_model(config)
         return reading.load_params(directory, abstract, step=step, ema=ema)
     if step is not None:
         raise errors.UserError(

@@ -14,7 +14,7 @@ import numpy as np
 
 from convt5 import errors
 from convt5.modeling.tree_paths import named_leaves
-from convt5.training.train_state import ModelConfig
+from convt5.training.train_state import ModelConfig, abstract_model
 
 Shape = tuple[int, ...]
 Arrays = dict[str, np.ndarray]
@@ -77,7 +77,7 @@ def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
     Raises:
         UserError: parameters are missing, or have other shapes than the model's.
     """
-    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    abstract = abstract_model(config)
     wanted = _shapes(abstract)
     faults = [
         f"parameter {name} {shape} is needed, but there is "
@@ -95,7 +95,7 @@ def build_model(config: ModelConfig, params: Mapping[str, np.ndarray]) -> Any:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Returns the shape of every parameter of a model by path; allocates nothing."""
-    return _shapes(jax.eval_shape(lambda: config.build(jax.random.key(0))))
+    return _shapes(abstract_model(config))
 
 
 def _shapes(model: Any) -> dict[str, Shape]:
@@ -168,7 +168,7 @@ class Imported(NamedTuple):
 
     def take_model(self) -> Any:
         """Builds the model and empties `params`, so that a large one is never held twice."""
-        abstract = jax.eval_shape(lambda: self.config.build(jax.random.key(0)))
+        abstract = abstract_model(self.config)
         leaves = [jnp.asarray(self.params.pop(name)) for name, _ in named_leaves(abstract)]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 

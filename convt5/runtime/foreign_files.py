@@ -14,7 +14,7 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -235,6 +235,54 @@ class Text(io.RawIOBase):
         if self._in_line > MOST_LINE_BYTES:
             raise TooLargeError(f"a line in it has more than {MOST_LINE_BYTES:,} bytes")
         return len(piece)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Streams(io.RawIOBase):
+    """The contents of a file of compressed streams, one behind another.
+
+    Python's readers of .xz and .bz2 end without an error where a later stream begins with damage,
+    and the rest is lost.
+
+    Args:
+        file: the compressed file.
+        new: makes the decompressor of a stream, such as `lzma.LZMADecompressor`.
+
+    Raises:
+        EOFError: the file ends inside a stream.
+        OSError, lzma.LZMAError: something else than a stream stands there.
+    """
+
+    def __init__(self, file: IO[bytes], new: Callable[[], Any]):
+        self._file, self._new, self._stream = file, new, new()
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        while True:
+            packed = b""
+            if self._stream.eof:
+                packed = self._next_stream()
+                if not packed:
+                    return b""
+                self._stream = self._new()
+            elif self._stream.needs_input:
+                packed = self._file.read(io.DEFAULT_BUFFER_SIZE)
+                if not packed:
+                    raise EOFError("it ends inside a compressed stream")
+            if piece := self._stream.decompress(packed, size):
+                return piece
+
+    def _next_stream(self) -> bytes:
+        """Returns the first bytes behind a stream, without the zeros that may pad it."""
+        packed = self._stream.unused_data or self._file.read(io.DEFAULT_BUFFER_SIZE)
+        while packed and not packed.strip(b"\0"):
+            packed = self._file.read(io.DEFAULT_BUFFER_SIZE)
+        return packed.lstrip(b"\0")
 
     def close(self) -> None:
         self._file.close()

@@ -14,14 +14,26 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from convt5 import errors
 from convt5.runtime import atomic_files, foreign_files, quiet_imports
 from convt5.runtime.atomic_files import is_remote
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+def _streams(new: Callable[[], Any]) -> Callable[[Any], foreign_files.Streams]:
+    """Returns what opens a name, or a file of bytes, of streams for the decompressor `new`."""
+    return lambda file: foreign_files.Streams(
+        io.FileIO(file) if isinstance(file, str) else file, new
+    )
+
+
+OPENERS: Mapping[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open,
+    ".xz": _streams(lzma.LZMADecompressor),
+    ".bz2": _streams(bz2.BZ2Decompressor),
+}
 """The function that opens files with each suffix."""
 
 COMPRESSION_RULE = f"Of compressed files those are read whose names end in {', '.join(OPENERS)}."
@@ -428,7 +440,7 @@ def open_bytes(name: str) -> Any:
     stored = identity(name)[1] if suffix in OPENERS else None
     file: Any = _tensorflow().io.gfile.GFile(name, "rb") if is_remote(name) else name
     if suffix in OPENERS:
-        file = OPENERS[suffix](file, "rb")
+        file = OPENERS[suffix](file)
     elif file is name:
         file = io.FileIO(name)
     return io.BufferedReader(foreign_files.Text(file, stored), _BLOCK_BYTES)

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from convt5 import errors
-from convt5.errors import checks
+from convt5.errors import checks, rules
 
 Rate = Float[Array, ""]
 
@@ -189,7 +189,7 @@ def _faults(**rates: float) -> list[str]:
     return [
         f"{name}={rate} must be a positive finite number."
         for name, rate in rates.items()
-        if not (math.isfinite(rate) and rate > 0)
+        if not (rules.finite(rate) and rate > 0)
     ]
 
 

@@ -33,6 +33,19 @@ class ModelConfig(Protocol):
     def build(self, key: PRNGKeyArray) -> nnx.Module: ...
 
 
+def abstract_model(config: ModelConfig) -> Any:
+    """Returns the shapes of a model; allocates nothing.
+
+    JAX keeps the trace, so that models of equal descriptions are built once.
+    """
+    return _first_model.eval_shape(config)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _first_model(config: ModelConfig) -> nnx.Module:
+    return config.build(jax.random.key(0))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:

@@ -19,6 +19,7 @@ from convt5.errors import checks
 from convt5.modeling.sharding import check_rows, replicated
 from convt5.training.loop import Estimate
 from convt5.training.plan import Plan
+from convt5.training.train_state import abstract_model
 from convt5.training.validation import place_batch
 from convt5.vision.images import ImageDataConfig
 from convt5.vision.model import Statistics
@@ -121,6 +122,6 @@ def _without_mixing(data: DataConfig) -> DataConfig:
 def batch_statistics(model: Any, images: jax.Array) -> Statistics:
     """Returns means and unbiased variances of a `ViT` on a single batch, by name."""
     config = dataclasses.replace(model.config, batch_norm_momentum=1.0)
-    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    abstract = abstract_model(config)
     forgetful = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(model))
     return forgetful(images, train=True).statistics

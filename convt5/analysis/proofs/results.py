@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from convt5.analysis.cost_report import align
+from convt5.training.train_state import abstract_model
 
 ROUNDING = 1e-9
 """Largest difference between two programs in float64, relative to the largest output."""
@@ -91,13 +92,13 @@ def random_model(config: Any, *, seed: int = 0) -> Any:
             values = 1 + JITTER * noise
         return jnp.asarray(values, leaf.dtype)
 
-    return jax.tree.map(drawn, jax.eval_shape(config.build, jax.random.key(0)))
+    return jax.tree.map(drawn, abstract_model(config))
 
 
 def in_float64(model: Any) -> Any:
     """Returns the model in float64 with the same parameters; needs 64-bit mode."""
     config = dataclasses.replace(model.config, dtype="float64")
-    structure = jax.tree.structure(jax.eval_shape(config.build, jax.random.key(0)))
+    structure = jax.tree.structure(abstract_model(config))
     return jax.tree.unflatten(structure, jax.tree.leaves(model))
 
 
