@@ -297,6 +297,7 @@ def differentiable(query, key, value, bias, query_ids, key_ids):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block_bytes",
     quick([BLOCKS["a few queries"], BLOCKS["all"]], chosen=[BLOCKS["a few queries"]]),

@@ -136,6 +136,7 @@ def test_parameters_and_statistics_are_averaged_and_the_model_trains_as_without(
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_without_an_average_step_and_checkpoint_are_as_if_there_were_none(tmp_path):
     state = plan().init_state()
     assert state.ema is None

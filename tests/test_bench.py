@@ -313,6 +313,7 @@ def test_without_matplotlib_the_tables_are_written(tmp_path, monkeypatch, capsys
     assert written.out.endswith(f"wrote {tmp_path}/records.jsonl, {tmp_path}/bench.md\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("size", quick([3, 17], chosen=[17]))
 @pytest.mark.parametrize("sizes", quick([(50, 8), (600, 256)], chosen=[(600, 256)]), ids=str)

@@ -410,6 +410,7 @@ def vision_model(**settings):
 WIDTHS = {"CAUSAL": (3, 0), "CENTERED": (2, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", quick(list(WIDTHS), chosen=["CENTERED"]))
 def test_patches_read_patches_alone_and_the_class_token_itself(padding):
     model = vision_model(canon="ABCD", canon_padding=padding).build(jax.random.key(0))

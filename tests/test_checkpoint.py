@@ -209,6 +209,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(open_run, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_when_the_run_goes_on(open_run, tmp_path):
     save_steps(open_run(keep_last=1), 1, 2, 3, losses=[1.0, 3.0, 2.0])
     save_steps(open_run(keep_last=1), 4, 5, losses=[5.0, 4.0])
@@ -484,6 +485,7 @@ def kill_after(monkeypatch, num_files):
         monkeypatch.setattr(path, name, function)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["aside", "back"])
 def test_a_checkpoint_in_a_bucket_survives_a_kill_while_it_is_moved(bucket, monkeypatch, way):
     with contextlib.closing(run_in_bucket()) as run:

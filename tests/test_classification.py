@@ -155,6 +155,7 @@ class TestFiles:
         shares = [texts(task, shard_info=seqio.ShardInfo(i, 2)) for i in range(2)]
         assert sorted(shares[0] + shares[1]) == sorted(texts(task))
 
+    @pytest.mark.slow
     def test_batches_go_on_at_a_saved_position(self, folder):
         config = data.DataConfig(
             mixture=paper_task("sst2", folder), batch_size=2, encoder_length=40, decoder_length=16

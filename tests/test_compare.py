@@ -292,6 +292,7 @@ def test_command_writes_table_page_and_plot(two_runs, tmp_path, capsys):
 FORMATS = [(".svg", b"<?xml"), (".pdf", b"%PDF"), (".png", PNG_SIGNATURE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", quick(FORMATS, chosen=FORMATS[1:2]), ids=lambda f: f[0])
 def test_the_suffix_chooses_the_format(two_runs, tmp_path, format):
     suffix, start = format
@@ -407,6 +408,7 @@ def drawn(monkeypatch) -> list[Any]:
     return figures
 
 
+@pytest.mark.slow
 def test_a_plot_of_many_runs_with_long_names_can_be_read(tmp_path, drawn):
     names = [f"DATASET=mnist10k,PEAK=0.{i},OPTIMIZER=AdamW,model={'x' * 40}" for i in range(22)]
     names += ["_first", "a$b_{$", "y" * 200]

@@ -68,6 +68,7 @@ def test_an_imported_checkpoint_is_an_ordinary_run(capsys, checkpoint, tmp_path)
     )
 
 
+@pytest.mark.slow
 def test_its_gin_files_describe_the_same_model(capsys, checkpoint, tmp_path):
     out = tmp_path / "run"
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
@@ -174,6 +175,7 @@ def assert_refused(capsys, prefix, tmp_path, message: str) -> None:
     assert entries(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_conversion_that_was_killed_is_redone(capsys, checkpoint, tmp_path):
     partial = tmp_path / ".run.incomplete"
     (partial / "checkpoints" / "7").mkdir(parents=True)
@@ -273,6 +275,7 @@ def test_a_link_to_an_empty_output_directory_is_filled(capsys, checkpoint, tmp_p
     assert "config.gin" in entries(tmp_path / "disk")
 
 
+@pytest.mark.slow
 def test_no_length_of_programs_is_taken_for_another(capsys, checkpoint, tmp_path):
     out, export = tmp_path / "run", tmp_path / "export"
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
@@ -330,6 +333,7 @@ def test_a_folder_named_as_vocabulary_brings_those_of_inputs_and_of_targets(caps
     assert vocabulary_files.load(tmp_path / "out") == text
 
 
+@pytest.mark.slow
 def test_a_named_vocabulary_that_replaces_another_is_told(capsys, tmp_path):
     write_t5(tmp_path, tiny(vocab_size=400))
     (tmp_path / "spiece.model").write_bytes(word_pieces.trained_model())
@@ -353,6 +357,7 @@ def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
         assert value.tobytes() == second.params[path].tobytes()
 
 
+@pytest.mark.slow
 def test_whoever_may_read_new_files_may_read_those_of_an_export(capsys, checkpoint, tmp_path):
     out = tmp_path / "run"
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")
@@ -364,6 +369,7 @@ def test_whoever_may_read_new_files_may_read_those_of_an_export(capsys, checkpoi
         assert {path.stat().st_mode for path in files} == {new.stat().st_mode}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_by_another_name_keeps_its_step(capsys, checkpoint, tmp_path, monkeypatch):
     out, best = tmp_path / "run", tmp_path / "best"
     run(capsys, "--from=mesh_tf", f"--checkpoint={checkpoint}", f"--output_dir={out}")

@@ -120,6 +120,7 @@ QUICK_PROGRAMS = [("attention", "training"), ("depthwise", "forward"), ("dynamic
 QUICK_PROGRAMS += [("released", "forward"), ("long", "forward")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", quick(PROGRAMS, chosen=QUICK_PROGRAMS), ids="-".join)
 def test_flops_are_those_of_the_program_within_one_percent(program):
     """The program's count holds elementwise work too, which is little at emb_dim 512."""
@@ -303,6 +304,7 @@ def test_wavenet_stack_sees_exactly_4096_tokens():
     assert reaches[-1] == measured_reach(mixings, 8200) == costs.Reach(4095, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack_name", quick(["encoder", "decoder"], chosen=["decoder"]))
 def test_receptive_field_of_the_real_stack_is_the_one_measured_by_gradients(stack_name):
     stack = StackConfig(

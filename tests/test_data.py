@@ -145,6 +145,7 @@ def test_a_saved_position_gives_back_the_batches_that_followed(task, place):
     assert_equal_batches(take(resumed, 8), expected)
 
 
+@pytest.mark.slow
 def test_a_position_can_be_set_on_the_iterator_that_gave_it(task):
     batches = build(task)
     start = batches.get_state()
@@ -153,6 +154,7 @@ def test_a_position_can_be_set_on_the_iterator_that_gave_it(task):
     assert_equal_batches(take(batches, 3), expected)
 
 
+@pytest.mark.slow
 def test_positions_of_mixtures_are_exact(task):
     names = ["data_test_text", "data_test_ids"]
     other = make_task({"inputs": [[5, 6, 1]] * 3, "targets": [[8, 1]] * 3})
@@ -205,6 +207,7 @@ def test_changed_text_is_named_when_a_run_goes_on(task, tmp_path):
         build(task).set_state(state)
 
 
+@pytest.mark.slow
 def test_changed_settings_of_a_task_are_told_when_a_run_goes_on(task, tmp_path):
     batches = build(task)
     take(batches, 2)
@@ -432,6 +435,7 @@ def test_threads_make_the_blocks_that_one_makes(monkeypatch):
     assert len({str(digest) for digest in expected}) == len(places)
 
 
+@pytest.mark.slow
 def test_any_number_of_cores_makes_the_same_blocks(monkeypatch):
     places, digests, threads = [mixing.BlockPlace(epoch) for epoch in range(2)], [], []
     for count in (1, 7, 32):
@@ -443,6 +447,7 @@ def test_any_number_of_cores_makes_the_same_blocks(monkeypatch):
     assert threads == [1, 1, 8]
 
 
+@pytest.mark.slow
 def test_a_block_that_failed_leaves_the_next_ones_as_they_are():
     is_broken = [False]
 
@@ -818,6 +823,7 @@ def test_tasks_that_share_documents_read_them_in_orders_of_their_own(tmp_path, m
     assert first_documents(alone) == first_documents(task)
 
 
+@pytest.mark.slow
 def test_a_position_of_an_earlier_version_goes_on_with_a_new_pass(task):
     batches = build(task)
     archive = io.BytesIO()

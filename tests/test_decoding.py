@@ -291,6 +291,7 @@ def test_greedy_takes_the_likeliest_token_of_teacher_forcing(variant):
         np.testing.assert_array_equal(found.tokens[row, 0, length:], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", quick(["dilated", "released", "hybrid"], chosen=["hybrid"]))
 def test_beam_scores_are_those_of_scoring_the_results(variant):
     model, source = tiny_model(variant), sources()
@@ -301,6 +302,7 @@ def test_beam_scores_are_those_of_scoring_the_results(variant):
     assert np.all(np.diff(found.scores, axis=1) <= 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", quick(["greedy", "sampling"], chosen=["sampling"]))
 def test_drawn_scores_are_those_of_scoring_the_results(strategy):
     model, source = tiny_model(), sources()
@@ -499,6 +501,7 @@ def test_sampling_among_one_token_is_greedy():
     np.testing.assert_array_equal(drawn.tokens, decode(model, source, max_length=9).tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "allowed"),
     [
@@ -535,6 +538,7 @@ def test_the_same_key_draws_the_same_and_another_key_does_not():
     assert not np.array_equal(draw(0), draw(1))
 
 
+@pytest.mark.slow
 def test_hide_start_token_can_be_overridden():
     hiding = tiny_model("released", hide_start_token=True, seed=3)
     graph, _ = nnx.split(tiny_model("released", hide_start_token=False))
@@ -545,6 +549,7 @@ def test_hide_start_token_can_be_overridden():
     assert not np.array_equal(original.scores, decode(hiding, sources(), **settings).scores)
 
 
+@pytest.mark.slow
 def test_bfloat16_models_decode_with_float32_scores():
     found = decode(tiny_model(dtype="bfloat16"), sources(), max_length=9, strategy=BeamSearch())
     assert found.scores.dtype == np.float32
@@ -775,6 +780,7 @@ def test_tokens_of_another_vocabulary_are_refused():
         decode(tiny_model(), source, max_length=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", quick(["v1_0", "v1_1"], chosen=["v1_1"]))
 def test_a_beam_search_of_transformers_that_stops_early_is_repeated(golden, version):
     folder = golden / "hf_t5" / version

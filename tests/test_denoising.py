@@ -54,6 +54,7 @@ class TestPrefixLm:
         assert np.mean(shares) == pytest.approx(0.25, abs=0.04)
         assert max(shares) <= 0.5
 
+    @pytest.mark.slow
     def test_places_to_split_follow_from_the_seed(self, corpus):
         task = denoising.prefix_lm(corpus)
         one, again, other = (
@@ -99,6 +100,7 @@ class TestUl2:
             assert example["targets"][-1] == 1
         assert found == {"[R] ": 2, "[S] ": 1, "[X] ": 4}
 
+    @pytest.mark.slow
     def test_modes_may_be_left_out(self, corpus):
         first = denoising.ul2(corpus, modes=False).tasks[0]
         assert not decoded(examples(first, num=1)[0], "inputs").startswith("[")

@@ -68,6 +68,7 @@ def test_the_flag_reaches_xla_before_any_host_is_joined(monkeypatch):
         train.main(["--deterministic", "--gin_file=gin/runs/quickstart.gin"])
 
 
+@pytest.mark.slow
 def test_the_compiler_knows_the_flags():
     """XLA ends a process whose XLA_FLAGS it does not know."""
     code = "import jax.numpy as jnp; print(float(jnp.ones(2).sum()))"

@@ -94,6 +94,7 @@ def run_dir(tmp_path_factory):
     return tiny_run.write_run(folder, task="tiny_reviews", best=10)
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_seqios_evaluator():
     outcome = Evaluator(task(), "validation", CONFIG).evaluate(Known())
     theirs = seqio.Evaluator(
@@ -324,6 +325,7 @@ def test_a_task_of_another_vocabulary_than_the_runs_is_refused(
     assert "not compared" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_whose_data_is_gone_is_evaluated_on_other_tasks(tmp_path, shared_data, capsys):
     task()
     run = tiny_run.write_run(tmp_path / "run", task="tiny_gone")
@@ -606,6 +608,7 @@ def test_a_followed_run_that_is_done_ends_and_nothing_is_done_twice(run_dir, tmp
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_results_of_another_run_do_not_count_as_done(run_dir, tmp_path, capsys):
     for name in ("moved", "other"):
         shutil.copytree(run_dir, tmp_path / name)

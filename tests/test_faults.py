@@ -228,6 +228,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_loses_nothing_saved(
     assert_ends_as_one_left_alone(run, folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_finds_the_disk_full_ends_the_run_too(run, tmp_path, small_files, caplog):
     folder = tmp_path / "run"
 
@@ -341,6 +342,7 @@ def test_a_damaged_summary_of_an_ended_run_does_not_matter(run, tmp_path):
     assert run(num_steps=4).step == 4
 
 
+@pytest.mark.slow
 def test_clocks_that_go_back_change_no_number_and_no_time_is_negative(run, tmp_path, monkeypatch):
     back = itertools.count()
     for name in ("time", "monotonic", "perf_counter", "process_time"):
@@ -431,6 +433,7 @@ class SpikyLoss(counting_run.Loss):
 NOT_FINITE = [("grad_norm", "nan"), ("loss", "inf"), ("grad_norm", "inf"), ("loss", "nan")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(NOT_FINITE, chosen=NOT_FINITE[:1]), ids="-".join)
 def test_what_is_not_finite_is_left_out_of_updates_and_means(run, tmp_path, case):
     measure, factor = case[0], float(case[1])
@@ -501,6 +504,7 @@ def test_the_step_of_a_spike_changes_neither_parameters_nor_optimizer(run, tmp_p
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
+@pytest.mark.slow
 def test_a_run_without_spikes_is_the_same_whether_or_not_they_would_be_skipped(run, tmp_path):
     run("on", skip_spikes=spikes.SkipSpikes(after_steps=2))
     run("off")

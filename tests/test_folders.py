@@ -119,6 +119,7 @@ def test_a_folder_above_a_link_is_that_of_its_target(tmp_path):
     assert os.fspath(folder) == os.path.realpath(tmp_path / "target" / "run")
 
 
+@pytest.mark.slow
 def test_a_run_of_any_name_goes_on_and_its_average_is_read(tmp_path):
     run_dir = tmp_path / ALL_AT_ONCE / "run[2]"
     for num_steps in (2, 4):

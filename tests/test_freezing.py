@@ -137,6 +137,7 @@ def test_weight_decay_leaves_frozen_parameters_alone():
     assert same == {name for name in before if name.startswith("encoder/")}
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_saves_operations_and_memory(all_trained, encoder_frozen):
     assert encoder_frozen.flops < 0.85 * all_trained.flops
     plan = plan_of(frozen=ENCODER)

@@ -165,6 +165,7 @@ def test_a_gin_file_reads_each_task(tmp_path, name):
     assert texts(tasks[0], "validation")[0] == texts(tasks[0])[0]
 
 
+@pytest.mark.slow
 def test_the_second_form_of_wnli_is_that_of_t5(tmp_path):
     pytest.importorskip("t5.data.preprocessors")
     rows = [

@@ -18,6 +18,7 @@ def report(scale: float):
     }
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_told_beside_t5x_and_drawn(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     compiled = []

@@ -186,6 +186,7 @@ def test_a_length_that_devices_do_not_divide_is_refused():
         depthwise_conv(x, jnp.zeros((3, 8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice", quick(["plain", "interpreted kernels"], chosen=["interpreted kernels"])
 )

@@ -65,6 +65,7 @@ def _has_large_pages() -> bool:
     return file.exists() and "[never]" not in file.read_text()
 
 
+@pytest.mark.slow
 @glibc
 @pytest.mark.skipif(not _has_large_pages(), reason="this system has no transparent huge pages")
 def test_the_heap_is_of_large_pages_and_takes_no_memory_before_it_is_used():

@@ -479,6 +479,7 @@ def test_a_complete_output_of_other_inputs_is_refused(run_dir, tmp_path, capsys)
         infer.main(argv)
 
 
+@pytest.mark.slow
 def test_an_output_of_an_earlier_run_of_the_same_name_is_refused(run_dir, task, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(run_dir, run)
@@ -532,6 +533,7 @@ def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypa
         assert one["predictions"] == other["predictions"]
 
 
+@pytest.mark.slow
 def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
     ranked = synthetic.listops(rank=True)
     if ranked.name not in seqio.TaskRegistry.names():

@@ -307,6 +307,7 @@ def test_a_run_tells_what_its_data_is_or_why_not(capsys, tmp_path):
     assert "not measured: file" in json.loads(capsys.readouterr().out)["data"]
 
 
+@pytest.mark.slow
 def test_much_text_is_not_read_to_inspect_a_run(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("a line of text\n" * 30)

@@ -108,6 +108,7 @@ def test_scanned_layers_make_the_same_update_on_a_mesh(case):
     assert_same_update(updated(mesh, remat=remat, scan_layers=True), updated())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan_layers", quick([True, False], chosen=[True]))
 def test_parameters_that_devices_split_are_gathered_layer_by_layer(scan_layers):
     # Alike, without dropout: what is gathered and when is that of any layers.

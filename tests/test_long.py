@@ -139,6 +139,7 @@ def test_rows_of_no_positions_have_logits_of_their_shape(source, target):
     assert jax.eval_shape(model("glu"), *tokens).shape == (2, target, VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", quick(list(VARIANTS), chosen=["hyena"]))
 def test_stepping_equals_teacher_forcing(variant):
     source, target = random_tokens(0, 2, SOURCE), shift(random_tokens(1, 2, TARGET))

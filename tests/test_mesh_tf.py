@@ -243,6 +243,7 @@ def stepwise_logits(model, encoder_inputs, decoder_inputs, *, hide_start_token=N
     return np.stack(logits, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", quick(CONVOLUTIONS, chosen=["lconv_tiny"]))
 def test_the_defect_of_the_original_is_exactly_the_start_token_left_readable(golden, family):
     folder = golden / "mesh_tf" / family

@@ -138,6 +138,7 @@ def test_a_position_in_a_block_that_is_another_by_now_is_told(taken, is_told):
     take(now, 1)  # Told once.
 
 
+@pytest.mark.slow
 def test_tasks_are_drawn_by_their_rates():
     source = mixed([7, 7, 7], [1.0, 3.0, 0.0])
     tasks = np.array(take(source, 9000))[:, 0]

@@ -225,6 +225,7 @@ def test_first_loss_is_near_the_log_of_the_vocabulary():
     assert abs(sums.loss_sum / sums.weight_sum - np.log(512)) < 0.8
 
 
+@pytest.mark.slow
 def test_the_loss_on_a_mesh_with_explicit_axes_is_that_of_one_device():
     encoder = StackConfig(num_layers=1, **VARIANTS["dynamic"])
     decoder = StackConfig(num_layers=1, **VARIANTS["attention"])

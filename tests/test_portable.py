@@ -89,6 +89,7 @@ def test_load_model_reads_an_export_and_gives_equal_logits(model, exported):
     np.testing.assert_array_equal(forward(loaded), forward(model))
 
 
+@pytest.mark.slow
 def test_a_model_of_a_program_is_saved_with_its_vocabulary_and_predicts(tmp_path):
     stack = StackConfig(num_layers=1, kernel_size=3)
     config = hybrid(encoder=stack, decoder=stack, vocab_size=384)

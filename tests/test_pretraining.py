@@ -78,6 +78,7 @@ def test_local_text_is_corrupted_and_nothing_of_it_is_lost(tmp_path):
     assert "document number 11 of a small collection. This is document" in found
 
 
+@pytest.mark.slow
 def test_hosts_read_different_documents_and_together_all(tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(f"{i:06d}" * 9 for i in range(40)))
     task = pretraining.text_span_corruption(
@@ -115,6 +116,7 @@ def test_each_epoch_takes_out_other_spans(tmp_path):
     assert not np.array_equal(first, again)
 
 
+@pytest.mark.slow
 def test_validation_files_may_be_given(tmp_path):
     (tmp_path / "train.txt").write_text("training text\n" * 20)
     (tmp_path / "valid.txt").write_text("held out words\n" * 20)

@@ -303,6 +303,7 @@ class CountedConfig:
         return MODEL.build(key)
 
 
+@pytest.mark.slow
 def test_shapes_and_values_of_the_initial_state_come_from_one_trace():
     config = CountedConfig([])
     plan = make_plan(dataclasses.replace(RUN, model=config), batch_size=8)

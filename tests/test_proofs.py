@@ -136,6 +136,7 @@ class TestLeaks:
             "the encoder reads no further than its receptive field": "encoder layer 1 (depthwise)",
         }
 
+    @pytest.mark.slow
     def test_means_over_rows_and_batches_are_caught(self, monkeypatch):
         alone: Any = Mlp.__call__
 
@@ -292,6 +293,7 @@ architecture.StackConfig.kernel_size = [2, 3]
         assert "with random parameters, on random rows of 24 + 16 tokens" in text
         assert len([line for line in text.splitlines() if "  holds  " in line]) == 7
 
+    @pytest.mark.slow
     def test_parameters_of_a_checkpoint_are_proven_and_a_failure_is_exit_code_1(
         self, flags, tmp_path, capsys
     ):
@@ -305,6 +307,7 @@ architecture.StackConfig.kernel_size = [2, 3]
         assert found[0]["result"] == "fails"
         assert found[0]["worst_violation"] == "nan"
 
+    @pytest.mark.slow
     def test_a_checkpoint_that_differs_from_the_gin_files_is_told_of(self, flags, tmp_path, capsys):
         other = dataclasses.replace(TEXT, vocab_size=TEXT.vocab_size + 8)
         named = dict(named_leaves(results.random_model(other)))

@@ -84,6 +84,7 @@ def assert_holds_the_same(model, kind: str) -> None:
         np.testing.assert_array_equal(leaf, values(kind)[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick(list(CONFIGS), chosen=["conv"]))
 def test_an_import_is_an_ordinary_run(kind, tmp_path, capsys):
     np.savez(tmp_path / "model.npz", **foreign(kind))
@@ -103,6 +104,7 @@ def test_an_import_is_an_ordinary_run(kind, tmp_path, capsys):
     assert beside.macro("MODEL") == CONFIGS[kind]
 
 
+@pytest.mark.slow
 def test_the_run_file_of_an_import_needs_images_alone(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **foreign("conv"))
     import_file(tmp_path / "a.npz", tmp_path / "run", "conv")

@@ -399,6 +399,7 @@ def run(*flags: str) -> None:
     assert convert.main(flags) == 0
 
 
+@pytest.mark.slow
 def test_the_command_goes_there_and_back(portable_folder, tmp_path):
     out, back = tmp_path / "out", tmp_path / "back"
     run(

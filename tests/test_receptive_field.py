@@ -93,6 +93,7 @@ def test_a_taps_own_weight_is_its_share_of_the_gradient():
     assert field.as_json()["distance"] == {"50%": 0, "95%": 2, "99%": 2}
 
 
+@pytest.mark.slow
 def test_table_and_picture_show_every_layer(tmp_path):
     found = receptive_field.measure(model(STACKS["doubling"]), tokens(64))
     lines = receptive_field.table(found).splitlines()

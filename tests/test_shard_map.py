@@ -253,6 +253,7 @@ def test_gradients_inside_shard_map_need_no_jit(name):
         assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(LOOPS, chosen=["depthwise"]))
 def test_second_derivatives_remat_and_vmap_work_inside_shard_map(name):
     function, arrays, specs, _ = CASES[name]

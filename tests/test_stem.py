@@ -234,6 +234,7 @@ def test_decoding_is_the_function_that_was_trained(case):
         np.testing.assert_allclose(logits, expected[:, i], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_decoded_sequences_have_the_scores_of_teacher_forcing():
     built, source = model("quarters"), random_tokens(0, 2, 9)
     found = decode(built, source, strategy=Greedy(), max_length=5)
@@ -279,6 +280,7 @@ def test_flops_are_those_of_the_program_within_one_percent():
     assert 2 * cost.forward_flops == pytest.approx(counted["flops"], rel=0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(list(STEMS), chosen=["quarters"]))
 def test_the_measured_field_is_that_of_the_closed_form(name):
     convolutions = stack(mixing="depthwise", kernel_size=3, dilation=2)

@@ -1059,6 +1059,7 @@ class TestOverAnAxis:
         }
         return Study(**known | changes)
 
+    @pytest.mark.slow
     def test_every_run_has_the_cost_of_the_reference_at_its_own_length(self, tmp_path):
         costs_of = {}
         for point in self.study(tmp_path).points():

@@ -196,6 +196,7 @@ def test_hosts_make_different_examples_and_together_all():
     assert sorted(shares[0] + shares[1]) == sorted(texts(task, num=-1))
 
 
+@pytest.mark.slow
 def test_batches_go_on_at_a_saved_position():
     task = synthetic.associative_recall(num_train=50)
     config = data.DataConfig(mixture=task, batch_size=4, encoder_length=32, decoder_length=4)

@@ -124,6 +124,7 @@ def copied(golden, tmp_path) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_run_that_goes_on(golden, tmp_path):
     source, out = golden / "t5x" / "v1_1", tmp_path / "run"
     flags = (f"--checkpoint={source}", f"--output_dir={out}", "--optimizer")
@@ -354,6 +355,7 @@ def test_what_divided_the_loss_divides_it_further(factor, expected):
     assert (training.loss.normalize_by, training.loss_divisor) == expected
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_divided_loss_is_that_of_its_sum(golden, tmp_path):
     gin = tmp_path / "model.gin"
     source = golden / "t5x" / "v1_1"

@@ -280,6 +280,7 @@ class TestLabels:
         assert generated.label is None
         assert len(generated.texts) == 1
 
+    @pytest.mark.slow
     def test_the_label_is_the_one_that_the_evaluator_chooses(self, model):
         def ranked(**settings):
             return synthetic.listops(rank=True, num_train=1, num_eval=5, max_length=20, **settings)
@@ -361,6 +362,7 @@ class TestCommand:
         assert [p.label for p in loaded.predict(["one", "two"])] == [r["label"] for r in lines]
         assert "inputs are written as" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_a_task_with_several_fields_takes_json_lines(self, runs, tmp_path, capsys, monkeypatch):
         rows = [{"second": "b", "first": "a", "label": "x"}, {"first": "c", "second": "d"}]
         (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -240,6 +240,7 @@ def test_the_end_shows_where_the_run_lies_and_how_good_it_is(run, tmp_path, caps
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 10
 
 
+@pytest.mark.slow
 def test_samples_are_shown_and_kept_during_training_where_asked_for(run, tmp_path, capsys):
     def report(model, data):
         return f"sum {float(model.kernel[...].sum()):.6f} of seed {data.seed}"
@@ -307,6 +308,7 @@ def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not(run, tmp_path, stop
     assert [r.get(validation) for r in stopped] == [r.get(validation) for r in whole]
 
 
+@pytest.mark.slow
 def test_other_intervals_of_records_evaluate_no_other_step(run, stopped_in, tmp_path):
     stopped_in(3, log_every_steps=50)
     run(log_every_steps=3)
@@ -327,6 +329,7 @@ def test_a_stop_ends_only_when_the_checkpoint_has_been_read_back(run, stopped_in
     assert handled == {"4": True, "7": True}
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_trains_continues_and_keeps_every_event(run, bucket, tmp_path):
     run(num_steps=10)
     for num_steps in (6, 10):
@@ -410,6 +413,7 @@ def test_a_checkpoint_of_another_run_is_not_called_one_of_this_run(run, tmp_path
         run(train_data=RandomData(poisoned_batch=1), **fine)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_can_go_on_with_better_data(run, tmp_path):
     with pytest.raises(errors.TrainingError):
         run(train_data=RandomData(poisoned_batch=7))
@@ -437,6 +441,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused(run, tmp_path):
         run(run_dir=str(tmp_path / "file" / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", quick([schedule.Cosine, schedule.Linear], chosen=[schedule.Cosine])
 )
@@ -492,6 +497,7 @@ def test_the_best_checkpoint_is_kept(run, tmp_path):
     assert kept == {best, 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_steps", [1, 4])
 def test_a_best_step_that_has_no_checkpoint_is_told(run, tmp_path, capsys, every_steps):
     run(
@@ -519,6 +525,7 @@ class Distance:
         return {"norm": float(jnp.abs(model.kernel[...]).mean())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", quick(["min", "max"], chosen=["max"]))
 def test_a_run_shows_the_metric_of_its_task_and_its_best_value(run, tmp_path, capsys, mode):
     config = checkpoint.CheckpointConfig(every_steps=1, best_metric="distance/norm", best_mode=mode)
@@ -537,6 +544,7 @@ def test_a_run_shows_the_metric_of_its_task_and_its_best_value(run, tmp_path, ca
     assert f"  distance norm    {values[5]:.4f}  best {values[best]:.4f} after step {best}" in shown
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_the_chosen_metric_becomes_no_better(run, tmp_path, capsys):
     settings = {
         "task_evals": [Distance()],
@@ -696,6 +704,7 @@ def test_the_metric_tells_which_of_its_values_is_best(metric):
     assert said.kept([1, 2, 3], values) == {worst, 3}
 
 
+@pytest.mark.slow
 def test_more_of_a_metric_can_be_better(run, tmp_path):
     config = checkpoint.CheckpointConfig(
         every_steps=1, keep_last=1, best_metric="distance/norm", best_mode="max"
@@ -824,6 +833,7 @@ class WithStatisticConfig(LinearConfig):
         return WithStatistic(key, self.width)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_last_step_is_evaluated_when_called_again(run, stopped_in, tmp_path):
     settings = {
         "model": WithStatisticConfig(),
@@ -849,6 +859,7 @@ def test_a_run_stopped_in_its_last_step_is_evaluated_when_called_again(run, stop
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_on_request_is_the_best_if_its_evaluation_was(run, stopped_in, tmp_path):
     settings = {
         "num_steps": 12,
@@ -895,6 +906,7 @@ def break_down(*_, **__):
     raise OSError("broken")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "step"),
     [
@@ -935,6 +947,7 @@ def assert_equal_runs(folder, other):
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_a_stop_does_not_wait_for_an_evaluation_or_a_report(run, tmp_path):
     ended = []
 
@@ -981,6 +994,7 @@ def test_a_run_is_evaluated_where_its_data_ends(run, tmp_path, steps):
     assert len(counting.steps) == 1
 
 
+@pytest.mark.slow
 def test_the_rate_that_is_logged_is_the_one_used_after_skipped_updates(run, tmp_path):
     @dataclasses.dataclass(frozen=True)
     class Spiky(RandomData):
@@ -1007,6 +1021,7 @@ def test_the_rate_that_is_logged_is_the_one_used_after_skipped_updates(run, tmp_
     assert moved == pytest.approx(logged["learning_rate"] * logged["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_another_metric_is_waited_for_anew(run):
     settings = {"task_evals": [Distance()], "eval_every_steps": 1, "early_stop_evaluations": 2}
     chosen = checkpoint.CheckpointConfig(every_steps=1, best_metric="distance/norm")

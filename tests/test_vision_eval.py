@@ -114,6 +114,7 @@ def test_a_line_for_each_image_holds_its_label_and_the_likeliest_classes(run_dir
         assert line["rank"] == np.sum(scores > scores[number % 6])
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_measured_anew_where_asked_and_as_often_the_same(run_dir):
     saved, _ = evaluated(run_dir)
     first, _ = evaluated(run_dir, "--reestimate=3")

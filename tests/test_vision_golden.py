@@ -121,6 +121,7 @@ def test_gradients_are_those_of_the_original(golden, case, dtype):
         assert_near(gradient, data[f"train.grad.{name}"], dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["vit_c_token"])
 def test_statistics_take_no_part_in_the_gradient(golden, case, dtype):
     _, _, gradients = computed(golden / "vitc", case, dtype)

@@ -113,6 +113,7 @@ def test_training_normalises_by_the_batch_and_evaluation_by_what_runs():
         assert np.abs(output.statistics[name] - value).max() > 0
 
 
+@pytest.mark.slow
 def test_running_statistics_become_those_of_a_batch_seen_again_and_again():
     """Then training and evaluation differ by n / (n - 1) in the variances alone."""
     module, x = with_head(model()), images(batch=64)
@@ -141,6 +142,7 @@ def test_optimizers_see_parameters_and_no_statistics():
     assert names | statistics == {name for name, _ in named_leaves(model())}
 
 
+@pytest.mark.slow
 def test_the_statistics_of_a_split_batch_are_those_of_the_whole():
     """On 8 devices, each with one image of very another brightness."""
     module = with_head(model())

@@ -114,6 +114,7 @@ def test_running_statistics_are_those_that_the_model_returns():
         np.testing.assert_allclose(found[name], value, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_microbatches_move_running_statistics_by_their_mean():
     chosen = plan(grad_accum_steps=2, model=PLAIN)
     state = chosen.init_state()

@@ -154,6 +154,7 @@ def test_many_blocks_of_bfloat16_are_no_less_accurate_than_few():
         assert np.sqrt(np.mean(np.square(error))) < 1.5 * 2**-8 * np.std(b)
 
 
+@pytest.mark.slow
 def test_rows_that_devices_share_are_convolved_exactly():
     x, kernel, ids, dy = arrays(64, 64)
     expected = direct_sums("CAUSAL", x, kernel, ids, dy)
