@@ -6,10 +6,10 @@ their description.
 """
 
 import dataclasses
+import math
 import numbers
-import sys
 from collections.abc import Callable
-from typing import Any, TypeGuard, cast, get_args
+from typing import Any, TypeGuard, get_args
 
 from convt5 import errors
 
@@ -94,7 +94,10 @@ def choice(*allowed: Any) -> Rule:
 
 def finite(value: object) -> TypeGuard[float]:
     """Returns whether a value is a number that a float can hold: 10**400 is none."""
-    return isinstance(value, numbers.Real) and abs(cast(float, value)) <= sys.float_info.max
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _is_count(value: object) -> bool:
