@@ -253,13 +253,11 @@ def text_classification(
     """Returns a classification task for the rows of local files: .jsonl, .tsv or .csv.
 
     Args:
-        path: a folder whose files are named after splits (train, dev or validation, test, any
-            other); or a file or glob, which is "train"; or a mapping from splits to these. Files
-            may be compressed.
-        labels: the labels to generate; or a mapping from labels in the file to labels to generate,
-            where None skips the row: {"0": "negative", "2": None, "4": "positive"}. Numbers are
-            compared as text, without surrounding spaces. Of two labels, the second is the positive
-            one of F1.
+        path: a folder of files named after splits (train, dev or validation, test, others); a file
+            or glob, which is "train"; or a mapping from splits to these. All may be compressed.
+        labels: the labels to generate, or a mapping from labels in the file to these, where None
+            skips the row: {"0": "negative", "2": None, "4": "positive"}. Numbers are compared as
+            text, without surrounding spaces. Of two labels, the second is the positive one of F1.
         text_field: the field of the text, or several fields.
         label_field: the field of the label.
         prompt: template of the input, with fields in braces; None means T5's form, such as
@@ -268,43 +266,26 @@ def text_classification(
         columns: the fields of .tsv and .csv files without a header line.
         layout: how published files differ from this form.
         vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
-        validation_fraction: fraction of the "train" rows held out if there are no files for
-            "validation", in [0, 0.5]: every n-th row, where n is 1 / validation_fraction rounded. 0
-            makes no "validation" split.
-        invalid_utf8: what to do with text that is not UTF-8: "refuse" raises an error that names
-            file and line, "replace" inserts U+FFFD, "skip" skips the row.
+        validation_fraction: fraction of "train" held out if no files are "validation", in [0, 0.5]:
+            every n-th row, n being its rounded inverse; 0 makes no "validation" split.
+        invalid_utf8: of text that is not UTF-8, "refuse" raises an error that names file and line,
+            "replace" inserts U+FFFD, "skip" skips the row.
         metric_fns, rank: see `classification_task`.
         name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: `path` has no files, settings contradict each other, or the vocabulary cannot
-            distinguish or reproduce the labels. Errors in a row (a missing or empty field, an
-            unknown label) are raised when it is read.
+        UserError: there are no files, settings contradict each other, or the vocabulary cannot
+            tell or write the labels. Rows that miss a field or a label raise when they are read.
     """
-    text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
-    names = _label_names(labels, name)
-    generated = list(dict.fromkeys(text for text in names.values() if text is not None))
+    parser = _parser(labels, text_field, label_field, threshold, name)
     if prompt is None:
-        prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in text_fields)])
-    _check_fields(name, text_fields, label_field, prompt)
-    _check_threshold(name, threshold, generated)
-    source = TableSource(
-        path,
-        _Parser(text_fields, label_field, names, generated, threshold),
-        columns=columns,
-        layout=layout,
-        validation_fraction=validation_fraction,
-        invalid_utf8=invalid_utf8,
-    )
-    return classification_task(
-        name,
-        source,
-        vocabulary or vocabularies.characters(),
-        prompt=prompt,
-        labels=generated,
-        metric_fns=metric_fns,
-        rank=rank,
-    )
+        prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in parser.text_fields)])
+    _check_fields(name, parser.text_fields, label_field, prompt)
+    files = {"validation_fraction": validation_fraction, "invalid_utf8": invalid_utf8}
+    source = TableSource(path, parser, columns=columns, layout=layout, **files)
+    written = {"prompt": prompt, "metric_fns": metric_fns, "rank": rank}
+    vocabulary = vocabulary or vocabularies.characters()
+    return classification_task(name, source, vocabulary, labels=parser.labels, **written)
 
 
 class _Parser(NamedTuple):
@@ -330,6 +311,20 @@ class _Parser(NamedTuple):
         if label is None:
             return None
         return {**{field: row.text(field) for field in self.text_fields}, _TARGET: label}
+
+
+def _parser(
+    labels: Labels,
+    text_field: str | Sequence[str],
+    label_field: str,
+    threshold: float | None,
+    name: str,
+) -> _Parser:
+    text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
+    names = _label_names(labels, name)
+    generated = list(dict.fromkeys(text for text in names.values() if text is not None))
+    _check_threshold(name, threshold, generated)
+    return _Parser(text_fields, label_field, names, generated, threshold)
 
 
 def _check_fields(name: str, text_fields: Sequence[str], label_field: str, prompt: str) -> None:
