@@ -699,6 +699,7 @@ def test_scoring_ranks_labels_of_a_row():
         ({"top_k": 0}, "top_k=0 must be an integer of at least 1, or None for every token"),
         ({"top_k": 2.0}, "top_k=2.0 must be an integer of at least 1"),
         ({"temperature": "1"}, "temperature='1' must be above 0"),
+        ({"temperature": 10**400}, "It must be finite"),
         ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
         ({"num_results": 0}, "num_results=0 must be an integer of at least 1"),
         ({"num_results": 2.5}, "num_results=2.5 must be an integer"),

@@ -61,7 +61,7 @@ class Sampling:
         if not (rules.finite(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
             faults.append(
                 f"temperature={self.temperature!r} must be above 0; use Greedy for its limit 0, "
-                f"and below {LOWEST_TEMPERATURE}."
+                f"and below {LOWEST_TEMPERATURE}. It must be finite."
             )
         if not (rules.finite(self.top_p) and 0 < self.top_p <= 1):
             faults.append(f"top_p={self.top_p!r} must be in (0, 1]; 1 keeps every token.")

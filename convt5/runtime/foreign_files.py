@@ -262,20 +262,21 @@ class Streams(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = -1) -> bytes:
+    def readinto(self, buffer: Any) -> int:
         while True:
             packed = b""
             if self._stream.eof:
                 packed = self._next_stream()
                 if not packed:
-                    return b""
+                    return 0
                 self._stream = self._new()
             elif self._stream.needs_input:
                 packed = self._file.read(io.DEFAULT_BUFFER_SIZE)
                 if not packed:
                     raise EOFError("it ends inside a compressed stream")
-            if piece := self._stream.decompress(packed, size):
-                return piece
+            if piece := self._stream.decompress(packed, len(buffer)):
+                buffer[: len(piece)] = piece
+                return len(piece)
 
     def _next_stream(self) -> bytes:
         """Returns the first bytes behind a stream, without the zeros that may pad it."""
