@@ -52,7 +52,25 @@ def test_metrics_are_those_of_a_model_beside_the_task(task, run_dir, tmp_path, c
     assert measured == pytest.approx(beside, rel=1e-6)
 
 
-def test_wrong_flags_are_told():
-    for flags in (["--gin.A=1"], ["--steps=2"]):
-        with pytest.raises(errors.UserError, match="is no flag of this command"):
-            remote_evaluation.main(["answer", "--file=a", "--output=b", "run", *flags])
+def test_answers_that_stand_in_their_input_are_counted(tmp_path, capsys):
+    asked = {"sources": [[5, 6, 7, 1], [5, 7, 8, 1], [9, 9, 1]], "vocabulary": [10, 1]}
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    answers = {"run": "a", "file": "asked.json", "tokens": [[6, 7, 1], [5, 8, 1], []]}
+    lines = [answers, answers | {"file": "others.json"}, {"run": "a", "loss": [1.0]}]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    files = [f"--file={tmp_path}/asked.json", f"--answers={tmp_path}/answers.jsonl"]
+    remote_evaluation.main(["copied", *files])
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "run": "a",
+        "answers": 3,
+        "its_input": pytest.approx(100 / 3),
+        "another_input": 0,
+    }
+
+
+@pytest.mark.parametrize("command", [["answer", "--output=b", "run"], ["copied", "--answers=b"]])
+@pytest.mark.parametrize("flag", ["--gin.A=1", "--steps=2"])
+def test_wrong_flags_are_told(command, flag):
+    with pytest.raises(errors.UserError, match="is no flag of this command"):
+        remote_evaluation.main([*command, "--file=a", flag])

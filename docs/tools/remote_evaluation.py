@@ -1,6 +1,6 @@
 """Evaluates runs on tasks of seqio where neither TensorFlow nor the data is.
 
-Three commands, of which only the first and the last need TensorFlow and the data:
+Four commands, of which only `ask` and `measure` need TensorFlow and the data:
 
 `ask --gin_file=gin/finetune/trec6.gin --gin.DATA=... --split=test --file=trec6.json` writes the
 token ids of the inputs and of the targets whose scores the metrics need.
@@ -11,12 +11,15 @@ runs, on whatever device JAX has.
 `measure`, with the settings of `ask` and `--answers answers.jsonl`, prints the metrics of each run
 as JSON lines. They are those of `convt5.eval`: the evaluator is the same, and only the model is
 elsewhere.
+
+`copied --file=trec6.json --answers answers.jsonl` prints how many generated answers stand word for
+word in their input.
 """
 
 import argparse
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,12 +164,39 @@ def answers(
 def measure(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
     """Prints the metrics of each run that answered these questions."""
     of_task = evaluator(settings, bindings)
-    lines = (line for file in settings.answers for line in file.read_text().splitlines())
-    for line in lines:
+    for answers in _answered(settings):
+        metrics = of_task.evaluate(Answering(answers)).metrics
+        print(json.dumps({"run": answers["run"], "split": settings.split, **metrics}))
+
+
+def copied(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
+    """Prints how many generated answers of each run stand in their input, in per cent.
+
+    Beside it: how many stand in the input of another question, which is chance.
+    """
+    del bindings
+    asked = json.loads(settings.file.read_text())
+    sources, end_id = asked["sources"], asked["vocabulary"][1]
+    for answers in _answered(settings):
+        tokens = [[i for i in ids if i != end_id] for ids in answers["tokens"]]
+        shares = {
+            name: 100 * sum(map(_holds, [*sources[shift:], *sources[:shift]], tokens)) / len(tokens)
+            for name, shift in {"its_input": 0, "another_input": 97 % len(sources)}.items()
+        }
+        print(json.dumps({"run": answers["run"], "answers": len(tokens), **shares}))
+
+
+def _holds(source: Sequence[int], part: Sequence[int]) -> bool:
+    starts = range(len(source) - len(part) + 1)
+    return bool(part) and any(source[i : i + len(part)] == part for i in starts)
+
+
+def _answered(settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the answers of each run to these questions."""
+    for line in (line for file in settings.answers for line in file.read_text().splitlines()):
         answers = json.loads(line)
         if answers.get("file") == settings.file.name:
-            metrics = of_task.evaluate(Answering(answers)).metrics
-            print(json.dumps({"run": answers["run"], "split": settings.split, **metrics}))
+            yield answers
 
 
 def main(argv: Sequence[str]) -> None:
@@ -174,26 +204,32 @@ def main(argv: Sequence[str]) -> None:
         prog="python docs/tools/remote_evaluation.py", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for function in (ask, answer, measure):
-        command = commands.add_parser(function.__name__, help=function.__doc__)
+    of_answers = {"type": command_line.path, "nargs": "+", "required": True}
+    for function in COMMANDS:
+        command = commands.add_parser(
+            function.__name__, help=(function.__doc__ or "").splitlines()[0]
+        )
         add = command.add_argument
         add("--file", type=command_line.path, required=True, help="the questions")
         if function is answer:
             add("--output", type=command_line.path, required=True, help="JSON lines, appended to")
             add("runs", nargs="+", help="run directories")
+        if function in (measure, copied):
+            add("--answers", help="files that `answer` wrote", **of_answers)
+        if function in (answer, copied):
             continue
         add("--gin_file", action="append", required=True, help="of gin/finetune; bind TaskEval")
         add("--split", default="test")
         add("--num_examples", type=int, help="default: all")
         add("--every_nth", type=int, default=1)
-        if function is measure:
-            of_answers = {"type": command_line.path, "nargs": "+", "required": True}
-            add("--answers", help="files that `answer` wrote", **of_answers)
     settings, bindings = parser.parse_known_args(argv)
     unknown = [each for each in bindings if not each.startswith("--gin.")]
-    if unknown or (bindings and settings.command == "answer"):
+    if unknown or (bindings and settings.command in ("answer", "copied")):
         raise errors.UserError(f"{bindings[0]} is no flag of this command; --help lists them.")
-    {"ask": ask, "answer": answer, "measure": measure}[settings.command](settings, bindings)
+    {each.__name__: each for each in COMMANDS}[settings.command](settings, bindings)
+
+
+COMMANDS = (ask, answer, measure, copied)
 
 
 if __name__ == "__main__":
