@@ -281,8 +281,8 @@ def text_classification(
     if prompt is None:
         prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in parser.text_fields)])
     _check_fields(name, parser.text_fields, label_field, prompt)
-    files = {"validation_fraction": validation_fraction, "invalid_utf8": invalid_utf8}
-    source = TableSource(path, parser, columns=columns, layout=layout, **files)
+    read = {"validation_fraction": validation_fraction, "invalid_utf8": invalid_utf8}
+    source = TableSource(path, parser, columns=columns, layout=layout, **read)
     written = {"prompt": prompt, "metric_fns": metric_fns, "rank": rank}
     vocabulary = vocabulary or vocabularies.characters()
     return classification_task(name, source, vocabulary, labels=parser.labels, **written)

@@ -18,6 +18,7 @@ from convt5.modeling.tree_paths import named_leaves
 from convt5.ops import depthwise_conv
 from convt5.training.losses import TextLoss
 from convt5.training.optimizer import AdafactorConfig, AdamWConfig, SGDConfig
+from convt5.training.train_state import abstract_model
 
 CONVOLUTION = StackConfig(num_layers=2, mixing="dynamic", num_kernels=2)
 ATTENTION = StackConfig(num_layers=2, mixing="attention")
@@ -44,11 +45,6 @@ def config(stack: StackConfig = CONVOLUTION, **overrides) -> ConvT5Config:
         "dtype": "float32",
     }
     return ConvT5Config(**{**settings, **overrides})
-
-
-def abstract_model(model_config: ConvT5Config):
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.eval_shape(lambda key: model_config.build(key), key)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from convt5.tasks import vocabularies
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.model import ConvT5
+from convt5.training.train_state import abstract_model
 
 VOCAB = 384
 ENCODER_LENGTH, DECODER_LENGTH = 24, 6
@@ -74,7 +75,7 @@ data.DataConfig.decoder_length = {decoder_length}
 def make_model(seed: int = 0, **settings) -> ConvT5:
     """A model of random parameters, large enough to make it answer inputs differently."""
     config = dataclasses.replace(CONFIG, **settings)
-    abstract = jax.eval_shape(lambda: config.build(jax.random.key(0)))
+    abstract = abstract_model(config)
     draw = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), abstract)
 

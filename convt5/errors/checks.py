@@ -129,18 +129,19 @@ def _type_name(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint))
 
 
+def _is_float(value: object) -> bool:
+    if isinstance(value, numbers.Integral):
+        return not isinstance(value, bool) and rules.finite(value)
+    return isinstance(value, numbers.Real)
+
+
 _PLAIN: dict[Any, Callable[[object], bool]] = {
     int: lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool),
-    float: lambda value: isinstance(value, numbers.Real) and _fits_float(value),
+    float: _is_float,
     bool: lambda value: isinstance(value, bool),
     str: lambda value: isinstance(value, str | os.PathLike),
     type(None): lambda value: value is None,
 }
-
-
-def _fits_float(value: numbers.Real) -> bool:
-    is_integer = isinstance(value, numbers.Integral)
-    return not isinstance(value, bool) and (not is_integer or rules.finite(value))
 
 
 def layer_faults(count: int, *, where: str = "") -> list[str]:

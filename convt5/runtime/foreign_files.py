@@ -206,7 +206,21 @@ def lines_as_they_come(stream: IO[bytes], name: str) -> Iterator[bytes]:
         yield line
 
 
-class Text(io.RawIOBase):
+class _Reader(io.RawIOBase):
+    """Reads what another file holds, and closes it."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Text(_Reader):
     """A text file that raises errors while it is read if it cannot be real text.
 
     Args:
@@ -218,11 +232,9 @@ class Text(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], stored: int | None = None):
-        self._file, self._stored = file, stored
+        super().__init__(file)
+        self._stored = stored
         self._count = self._in_line = 0
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: Any) -> int:
         piece = self._file.read(len(buffer))
@@ -236,19 +248,15 @@ class Text(io.RawIOBase):
             raise TooLargeError(f"a line in it has more than {MOST_LINE_BYTES:,} bytes")
         return len(piece)
 
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
-
-class Streams(io.RawIOBase):
+class Streams(_Reader):
     """The contents of a file of compressed streams, one behind another.
 
     Python's readers of .xz and .bz2 end without an error where a later stream begins with damage,
     and the rest is lost.
 
     Args:
-        file: the compressed file.
+        file: the compressed file, or its name.
         new: makes the decompressor of a stream, such as `lzma.LZMADecompressor`.
 
     Raises:
@@ -256,11 +264,9 @@ class Streams(io.RawIOBase):
         OSError, lzma.LZMAError: something else than a stream stands there.
     """
 
-    def __init__(self, file: IO[bytes], new: Callable[[], Any]):
-        self._file, self._new, self._stream = file, new, new()
-
-    def readable(self) -> bool:
-        return True
+    def __init__(self, file: IO[bytes] | str, new: Callable[[], Any]):
+        super().__init__(io.FileIO(file) if isinstance(file, str) else file)
+        self._new, self._stream = new, new()
 
     def readinto(self, buffer: Any) -> int:
         while True:
@@ -284,10 +290,6 @@ class Streams(io.RawIOBase):
         while packed and not packed.strip(b"\0"):
             packed = self._file.read(io.DEFAULT_BUFFER_SIZE)
         return packed.lstrip(b"\0")
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 class Header(NamedTuple):

@@ -21,18 +21,10 @@ from convt5 import errors
 from convt5.runtime import atomic_files, foreign_files, quiet_imports
 from convt5.runtime.atomic_files import is_remote
 
-
-def _streams(new: Callable[[], Any]) -> Callable[[Any], foreign_files.Streams]:
-    """Returns what opens a name, or a file of bytes, of streams for the decompressor `new`."""
-    return lambda file: foreign_files.Streams(
-        io.FileIO(file) if isinstance(file, str) else file, new
-    )
-
-
 OPENERS: Mapping[str, Callable[[Any], Any]] = {
     ".gz": gzip.open,
-    ".xz": _streams(lzma.LZMADecompressor),
-    ".bz2": _streams(bz2.BZ2Decompressor),
+    ".xz": lambda file: foreign_files.Streams(file, lzma.LZMADecompressor),
+    ".bz2": lambda file: foreign_files.Streams(file, bz2.BZ2Decompressor),
 }
 """The function that opens files with each suffix."""
 

@@ -189,7 +189,7 @@ def _faults(**rates: float) -> list[str]:
     return [
         f"{name}={rate} must be a positive finite number."
         for name, rate in rates.items()
-        if not (rules.finite(rate) and rate > 0)
+        if rules.positive(rate)
     ]
 
 

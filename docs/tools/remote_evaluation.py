@@ -170,10 +170,7 @@ def measure(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
 
 
 def copied(settings: argparse.Namespace, bindings: Sequence[str]) -> None:
-    """Prints how many generated answers of each run stand in their input, in per cent.
-
-    Beside it: how many stand in the input of another question, which is chance.
-    """
+    """Prints the share of generated answers that stand in their input, and in another's."""
     del bindings
     asked = json.loads(settings.file.read_text())
     sources, end_id = asked["sources"], asked["vocabulary"][1]
@@ -204,32 +201,28 @@ def main(argv: Sequence[str]) -> None:
         prog="python docs/tools/remote_evaluation.py", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    of_answers = {"type": command_line.path, "nargs": "+", "required": True}
-    for function in COMMANDS:
-        command = commands.add_parser(
-            function.__name__, help=(function.__doc__ or "").splitlines()[0]
-        )
+    of_task = (ask, measure)
+    for function in (ask, answer, measure, copied):
+        command = commands.add_parser(function.__name__, help=function.__doc__)
+        command.set_defaults(function=function)
         add = command.add_argument
         add("--file", type=command_line.path, required=True, help="the questions")
         if function is answer:
             add("--output", type=command_line.path, required=True, help="JSON lines, appended to")
             add("runs", nargs="+", help="run directories")
         if function in (measure, copied):
+            of_answers = {"type": command_line.path, "nargs": "+", "required": True}
             add("--answers", help="files that `answer` wrote", **of_answers)
-        if function in (answer, copied):
-            continue
-        add("--gin_file", action="append", required=True, help="of gin/finetune; bind TaskEval")
-        add("--split", default="test")
-        add("--num_examples", type=int, help="default: all")
-        add("--every_nth", type=int, default=1)
+        if function in of_task:
+            add("--gin_file", action="append", required=True, help="of gin/finetune; bind TaskEval")
+            add("--split", default="test")
+            add("--num_examples", type=int, help="default: all")
+            add("--every_nth", type=int, default=1)
     settings, bindings = parser.parse_known_args(argv)
     unknown = [each for each in bindings if not each.startswith("--gin.")]
-    if unknown or (bindings and settings.command in ("answer", "copied")):
+    if unknown or (bindings and settings.function not in of_task):
         raise errors.UserError(f"{bindings[0]} is no flag of this command; --help lists them.")
-    {each.__name__: each for each in COMMANDS}[settings.command](settings, bindings)
-
-
-COMMANDS = (ask, answer, measure, copied)
+    settings.function(settings, bindings)
 
 
 if __name__ == "__main__":
