@@ -4,6 +4,7 @@ Predictions use the input format of training if the task's preprocessors include
 leave inputs unchanged.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -60,10 +61,20 @@ def keeps_inputs(preprocessor: Preprocessor) -> Preprocessor:
 
 def of(provider: seqio.Task | seqio.Mixture) -> tuple[TaskFormat, ...]:
     """Returns the format of a task, or of each task of a mixture."""
-    return tuple(map(_of_task, seqio.get_subtasks(provider)))
+    return tuple(
+        dataclasses.replace(
+            _inputs_of(task),
+            without_end=tuple(
+                name
+                for name in ("inputs", "targets")
+                if name in task.output_features and not task.output_features[name].add_eos
+            ),
+        )
+        for task in seqio.get_subtasks(provider)
+    )
 
 
-def _of_task(task: seqio.Task) -> TaskFormat:
+def _inputs_of(task: seqio.Task) -> TaskFormat:
     steps = [s for s in task.preprocessors if not isinstance(s, seqio.CacheDatasetPlaceholder)]
     writers = [i for i, step in enumerate(steps) if _function(step) is write_inputs]
     after = steps[writers[-1] + 1 :] if writers else steps

@@ -24,6 +24,7 @@ from convt5.data.cached_data import CachedDataConfig
 from convt5.data.counts import Counts
 from convt5.data.mixing import BlockPlace
 from convt5.data.row_order import RowOrder
+from convt5.text import task_format
 from convt5.training.trainer import TrainRun
 
 ROWS, LENGTH = 10, 6
@@ -188,6 +189,14 @@ def test_a_long_description_is_cut(tmp_path):
     list(writer.write("train", [made()]))
     writer.finish(made_from={}, described={"train": "task " * 10**5})
     assert "made of task task" in config(tmp_path / "cache").describe()
+
+
+def test_a_cache_knows_whether_inputs_end(tmp_path):
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [made()]))
+    writer.finish(made_from={}, tasks=[task_format.plain("task", without_end=("inputs",))])
+    assert not config(tmp_path / "cache").kept_text().add_eos
 
 
 def test_damage_and_mistakes_are_named(folder, tmp_path):

@@ -328,9 +328,12 @@ def test_a_folder_named_as_vocabulary_brings_those_of_inputs_and_of_targets(caps
         add_eos=False,
     )
     vocabulary_files.write(tmp_path / "other" / vocabulary_files.FOLDER, text)
+    # The lengths of rows are those of the model.
+    own = text._replace(inputs=text.targets, encoder_length=24, decoder_length=6)
+    vocabulary_files.write(tmp_path / vocabulary_files.FOLDER, own)
     flags = (f"--vocabulary={tmp_path}/other", f"--output_dir={tmp_path}/out")
     run(capsys, "--from=hf", "--to=safetensors", f"--checkpoint={tmp_path}", *flags)
-    assert vocabulary_files.load(tmp_path / "out") == text
+    assert vocabulary_files.load(tmp_path / "out") == own._replace(inputs=text.inputs)
 
 
 @pytest.mark.slow
@@ -397,6 +400,7 @@ def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
         ([], "--from=run --to=run converts nothing"),
         (["--to=hf", "--encoder_length=3"], "are for --to=stablehlo"),
         (["--to=hf", "--encoder_length=0"], "are for --to=stablehlo"),
+        (["--to=hf", "--dtype=bfloat16"], "--dtype is for activations, .* --weights=bfloat16"),
         (["--from=mesh_tf", "--gin.A=1"], "takes no gin settings"),
         (["--from=hf", "--gin_file=a.gin"], "--gin_file=a.gin: convert takes no gin settings"),
         (["--form=hf"], "unknown flag --form"),

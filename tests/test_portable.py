@@ -117,9 +117,13 @@ def test_what_cannot_be_saved_leaves_nothing_behind(model, tmp_path):
     image = test_vision_model.tiny().build(jax.random.key(0))
     with pytest.raises(UserError, match="vocabulary is for text models, not for a ViTConfig"):
         convt5.save_model(image, tmp_path / "mine", vocabulary=bytes_)
+    for step in (-1, 2**31, 2.5, None):
+        with pytest.raises(UserError, match=rf"step={step} must be an integer of at least 0"):
+            convt5.save_model(image, tmp_path / "mine", step=step)
     assert not list(tmp_path.iterdir())
-    convt5.save_model(image, tmp_path / "mine")
+    convt5.save_model(image, tmp_path / "mine", step=jax.numpy.int32(4))
     assert convt5.load_model(tmp_path / "mine").config == image.config
+    assert portable.read_model(tmp_path / "mine").step == 4
 
 
 @pytest.mark.parametrize("kind", ["portable", "transformers", "t5"])

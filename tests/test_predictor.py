@@ -179,6 +179,27 @@ def test_the_targets_of_texts_are_scored_with_their_end_token(model):
     assert scores == predictor(model).score_tokens([predictor(model).encode(t) for t in TEXTS], ids)
 
 
+@pytest.mark.parametrize(
+    ("add_eos", "without_end", "ends"),
+    [
+        (True, (), (True, True)),
+        (False, (), (False, False)),
+        (True, ("targets",), (True, False)),
+        (False, ("inputs",), (False, True)),
+        (False, ("inputs", "targets"), (False, False)),
+    ],
+)
+def test_inputs_and_targets_end_as_in_training(model, add_eos, without_end, ends):
+    asked = task_format.plain("symbols", labels=("no", "not"), without_end=without_end)
+    config = PredictConfig(**SHORT, batch_size=4)
+    subject = Predictor(model, BYTES, config, add_eos=add_eos, format=asked)
+    given, targets = subject.encode("ab"), subject.predict(TEXTS[:1])[0].tokens
+    assert given == BYTES.encode("ab") + [1] * ends[0]
+    assert {*targets} == {(*BYTES.encode(label), *[1] * ends[1]) for label in ("no", "not")}
+    (score,) = subject.score(TEXTS[:1], ["no"])
+    assert score.num_tokens == 2 + ends[1]
+
+
 def test_a_mesh_of_two_devices_predicts_the_same(model):
     mesh = sharding.MeshConfig().build(jax.devices()[:2])
     placed = jax.device_put(model, sharding.replicated(mesh))

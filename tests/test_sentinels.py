@@ -161,8 +161,11 @@ def test_a_published_byte_level_t5_brings_its_vocabulary(tmp_path, file):
 
 def test_what_transformers_has_no_tokenizer_of_is_not_written(vocabulary, tmp_path):
     one, other = (vocabulary_files.of(vocabulary[name]) for name in ("bytes", "t5"))
-    text = vocabulary_files.KeptText(one, other)
-    assert not vocabulary_files.write_for_hugging_face(tmp_path, text)
+    kept = [vocabulary_files.KeptText(one, other)]
+    # transformers ends each text with the end token.
+    kept += [vocabulary_files.KeptText(each, each, add_eos=False) for each in (one, other)]
+    for text in kept:
+        assert not vocabulary_files.write_for_hugging_face(tmp_path, text)
     assert not list(tmp_path.iterdir())
 
 

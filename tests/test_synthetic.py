@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import seqio
-from convt5.tasks import synthetic
+from convt5.tasks import formats, synthetic
 from quick import quick
 
 from convt5 import data, errors
@@ -170,6 +170,7 @@ def test_targets_can_hold_the_symbols_alone():
         example["targets_pretokenized"].decode()
     )
     assert len(example["targets"]) == 8
+    assert [each.without_end for each in formats.of(task)] == [("targets",)]
 
 
 @some_tasks

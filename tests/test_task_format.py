@@ -252,7 +252,12 @@ class TestFields:
 
     def test_formats_are_found_from_a_run_or_one_of_its_steps(self, tmp_path):
         assert task_format.load(tmp_path) is None
-        own = TaskFormat(task="a", parts=("{text}", Field("x")), labels=("é", "b"))
+        own = TaskFormat(
+            task="a",
+            parts=("{text}", Field("x")),
+            labels=("é", "b"),
+            without_end=("targets",),
+        )
         task_format.write(tmp_path, [PAIR, own])
         assert task_format.load(tmp_path / "checkpoints" / "7") == (PAIR, own)
 

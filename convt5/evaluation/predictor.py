@@ -100,7 +100,8 @@ class Predictor:
         vocabulary: the vocabulary of inputs, and of targets unless `target_vocabulary` is given.
         config: how to predict; lengths of None get the model's defaults.
         target_vocabulary: the vocabulary of targets.
-        add_eos: whether inputs and targets end with the end token, as in T5.
+        add_eos: whether inputs and targets end with the end token, as in T5. A format that names
+            those `without_end` takes its place.
         mesh: the devices of the model; None follows the placement of the model.
         format: how the task that the model was trained on writes inputs, and its labels; None uses
             texts unchanged.
@@ -209,11 +210,16 @@ class Predictor:
                 f"is {given!r}, but must be text: the model keeps no task that formats fields, "
                 "or raw=True disables it"
             )
-        ends = [end_id(self.vocabulary)] * self._add_eos
+        ends = [end_id(self.vocabulary)] * self._ends("inputs")
         if format is None or format.sentinels:
             return [*encode_text(self.vocabulary, text), *ends]
         # In task data, a text that looks like a sentinel is ordinary letters.
         return [*self.vocabulary.encode(_checked_text(text)), *ends]
+
+    def _ends(self, feature: str) -> bool:
+        """Returns whether "inputs" or "targets" end with the end token."""
+        without_end = self.format.without_end if self.format else ()
+        return feature not in without_end if without_end else self._add_eos
 
     def _encode_all(
         self, texts: Iterable[Given], raw: bool | None, first_number: int = 0
@@ -227,7 +233,7 @@ class Predictor:
         return sources
 
     def _with_end(self, target: Sequence[int]) -> list[int]:
-        return [*target, *[self.end_id] * self._add_eos]
+        return [*target, *[self.end_id] * self._ends("targets")]
 
     def _encode_labels(self) -> list[list[int]]:
         """Returns the token ids of the labels to rank, truncated as targets are in training."""

@@ -78,6 +78,11 @@ class Conversion:
             faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
         if self.license is not None and self.target != "transformers":
             faults.append("--license is for --to=transformers, which writes a model card.")
+        if self.dtype is not None and self.target == "hf":
+            faults.append(
+                "--dtype is for activations, of which --to=hf tells nothing; leave it out, or give "
+                "--weights=bfloat16."
+            )
         if self.weights != "float32" and self.target not in _WEIGHT_FILES:
             faults.append(
                 f"--weights={self.weights} is for --to={' and --to='.join(_WEIGHT_FILES)}; "

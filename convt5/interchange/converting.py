@@ -6,6 +6,7 @@ After a kill, the same command repeats it. `convt5.save_model` writes a model th
 
 import contextlib
 import dataclasses
+import operator
 import os
 import pathlib
 import shutil
@@ -17,6 +18,7 @@ import ml_dtypes
 from etils import epath
 
 from convt5 import errors
+from convt5.errors.checks import MOST_STEPS
 from convt5.interchange import (
     hugging_face,
     loading,
@@ -145,8 +147,9 @@ def save_model(
         step: number of updates made, which the folder tells.
 
     Raises:
-        UserError: the folder is in use or cannot be written, parameters are on other hosts, or the
-            vocabulary cannot be kept or has more ids than the model.
+        UserError: the folder is in use or cannot be written, parameters are on other hosts, the
+            vocabulary cannot be kept or has more ids than the model, or the step is no number of
+            updates.
     """
     config: Any = model.config
     params = dict(named_leaves(model))
@@ -155,12 +158,20 @@ def save_model(
             f"parameter {away[0]!r} is partly on other hosts; gather it first, with "
             "jax.experimental.multihost_utils.process_allgather."
         )
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < MOST_STEPS:
+        raise errors.UserError(
+            f"step={step!r} must be an integer of at least 0, and below {MOST_STEPS}."
+        )
     destination = check_destination(os.fspath(directory))
     text = None if vocabulary is None else _kept_text(vocabulary, config)
     with new_directory(destination) as folder:
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
-        portable.write_model(folder, config, jax.device_get(params), step=step)
+        portable.write_model(folder, config, jax.device_get(params), step=number)
 
 
 def _kept_text(vocabulary: Any, config: Any) -> vocabulary_files.KeptText:
@@ -197,7 +208,13 @@ def _text_of(
         imported.report.notes.append(note)
     if inputs is None or targets is None:
         return None
-    return vocabulary_files.KeptText(inputs, targets, features.add_eos)
+    text = vocabulary_files.KeptText(inputs, targets, features.add_eos)
+    with contextlib.suppress(errors.UserError):  # That of the model may be damaged.
+        if kept := vocabulary_files.load(conversion.checkpoint):
+            text = text._replace(
+                encoder_length=kept.encoder_length, decoder_length=kept.decoder_length
+            )
+    return text
 
 
 @contextlib.contextmanager

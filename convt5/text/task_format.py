@@ -57,6 +57,7 @@ class TaskFormat:
         sentinels: whether <extra_id_0> in an input is a sentinel, as in pre-training.
         labels: the answers of a classification; empty for other tasks.
         unknown: the preprocessors that write inputs in an unknown way.
+        without_end: which of "inputs" and "targets" do not end with the end token.
     """
 
     task: str
@@ -66,6 +67,7 @@ class TaskFormat:
     sentinels: bool = False
     labels: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    without_end: tuple[str, ...] = ()
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -284,6 +286,7 @@ def _as_values(one: TaskFormat) -> dict[str, Any]:
         "answers": "labels" if one.labels else "text",
         "labels": list(one.labels),
         **({"unknown": list(one.unknown)} if one.parts is None else {}),
+        **({"without_end": list(one.without_end)} if one.without_end else {}),
     }
 
 
@@ -301,6 +304,7 @@ def _from_values(values: Mapping[str, Any]) -> TaskFormat:
         },
         labels=labels,
         unknown=_texts(values.get("unknown", [])),
+        without_end=_texts(values.get("without_end", [])),
     )
 
 

@@ -292,7 +292,8 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> bool:
     """Writes the vocabulary in the format of transformers; returns whether there is such a one.
 
     Writes only vocabularies for which transformers has a tokenizer with the same ids, the same for
-    inputs and targets: bytes, and what `tokenizer_files` describes. Of published byte-level T5s,
+    inputs and targets: bytes, and what `tokenizer_files` describes. These tokenizers end each text
+    with the end token, so it writes none where inputs do not end so. Of published byte-level T5s,
     which have no sentinel ids of their own, it writes no sentinels.
 
     Args:
@@ -300,7 +301,7 @@ def write_for_hugging_face(folder: epath.PathLike, text: KeptText) -> bool:
         text: the text of ids.
     """
     folder, kept = epath.Path(folder), text.inputs
-    if text.targets != kept:
+    if text.targets != kept or not text.add_eos:
         return False
     about: dict[str, Any] | None = {"tokenizer_class": _BYTE_TOKENIZER, "extra_ids": 125}
     if kept.kind == "sentencepiece":
