@@ -11,6 +11,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from convt5 import errors
+from convt5.evaluation.results import Outcome, Results, closing_results
 from convt5.training import run_log
 
 
@@ -113,6 +114,15 @@ def test_tensorboard_hides_what_a_killed_process_logged_beyond_the_checkpoint(tm
         for path in tmp_path.iterdir()
     ]
     assert starts == [[last_step + 1]] * 2
+
+
+def test_results_of_one_evaluation_hide_none_of_another(tmp_path):
+    for step in (200, 100):
+        with closing_results(Results(tmp_path, {})) as results:
+            results.write(Outcome("a", "test", {"accuracy": 50.0}, {}, []), step)
+    files = [list(read_events(path)) for path in (tmp_path / "tensorboard").iterdir()]
+    assert len(files) == 2
+    assert not any(event.HasField("session_log") for events in files for event in events)
 
 
 def test_wandb_without_its_package_says_what_to_install(tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ class Results:
 
     def _write_tensorboard(self, outcome: Outcome, step: int) -> None:
         if self._tensorboard is None:
-            self._tensorboard = TensorBoard(self.folder / "tensorboard", last_step=0)
+            self._tensorboard = TensorBoard(self.folder / "tensorboard", last_step=None)
         prefix = f"{outcome.task}/{outcome.split}"
         self._tensorboard.write(
             step, {f"{prefix}/{name}": value for name, value in outcome.metrics.items()}

@@ -243,9 +243,14 @@ class TensorBoard:
 
     Written here rather than by tensorboardX's SummaryWriter, whose thread dies on a full disk and
     blocks the run.
+
+    Args:
+        folder: created if needed; its files are shown together.
+        last_step: hides what other files hold beyond this step, which the run will repeat; None
+            hides nothing.
     """
 
-    def __init__(self, folder: epath.PathLike, *, last_step: int):
+    def __init__(self, folder: epath.PathLike, *, last_step: int | None):
         from tensorboardX import record_writer
         from tensorboardX.proto import event_pb2
 
@@ -259,9 +264,9 @@ class TensorBoard:
         self._file = record_writer.RecordWriter(path)
         self._made: Any = event_pb2  # Its contents are generated at import.
         self._add(0, file_version="brain.Event:2")
-        # Hides records that a killed process logged beyond the checkpoint, or before the first one.
-        status = self._made.SessionLog.START
-        self._add(last_step + 1, session_log=self._made.SessionLog(status=status))
+        if last_step is not None:
+            status = self._made.SessionLog.START
+            self._add(last_step + 1, session_log=self._made.SessionLog(status=status))
 
     def write(self, step: int, record: Record) -> None:
         from tensorboardX import summary
