@@ -392,6 +392,16 @@ def test_max_length_only_cuts_a_greedy_result():
     np.testing.assert_array_equal(short.ended, long.ended & (long.lengths <= 5))
 
 
+def test_an_end_outside_the_vocabulary_ends_nothing():
+    found = [
+        decode(tiny_model(), sources(), max_length=4, end_id=end_id)
+        for end_id in (-1, VOCAB, 2**31, -(2**40))
+    ]
+    for other in found:
+        np.testing.assert_array_equal(other.lengths, 4)
+        np.testing.assert_array_equal(other.tokens, found[0].tokens)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_row_keeps_its_own_maximum_length(strategy):
     model, source = tiny_model(), sources()

@@ -171,6 +171,13 @@ def test_the_score_of_a_prediction_is_that_with_which_it_was_found(model):
     assert [score.num_tokens for score in scored] == [len(f.tokens[0]) for f in found]
 
 
+def test_padding_at_the_end_of_a_target_is_scored(model):
+    targets = [[5], [5, 0], [5, 0, 0], [5, 0, 0, 1]]
+    scores = predictor(model).score_tokens([BYTES.encode("a")] * 4, targets)
+    each = -np.diff([0.0, *(score.log_prob for score in scores)])
+    assert np.all(each > 0)
+
+
 def test_the_targets_of_texts_are_scored_with_their_end_token(model):
     targets = ["yes", "", "no", "no"]
     scores = predictor(model).score(TEXTS, targets)
@@ -371,6 +378,11 @@ def test_ids_that_are_no_integers_and_rows_that_are_no_count_are_refused(model):
     used = predictor(model)
     with pytest.raises(UserError, match=r"token ids \[1.5, 2\] are float64"):
         used.predict_tokens([[1.5, 2]])
+    for ids in ([2**32 + 5, 1], [-(2**32), 1]):
+        with pytest.raises(UserError, match=f"holds the id {ids[0]}, but the model's vocab_size"):
+            used.predict_tokens([ids])
+        with pytest.raises(UserError, match=f"targets holds the id {ids[0]}, but the model's"):
+            used.score_tokens([[5, 1]], [ids])
     for rows in (0, -1, 2.5):
         with pytest.raises(UserError, match=f"rows={rows} must be an integer of at least 1"):
             used.predict_tokens([[5, 1]], rows=rows)

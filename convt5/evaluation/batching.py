@@ -50,7 +50,8 @@ def length_bucket(length: int, longest: int) -> int:
 
 def stack(values: Sequence[Sequence[int]], length: int, *, rows: int | None = None) -> np.ndarray:
     """Returns token ids as [rows, length], padded with 0; by default one row per value."""
-    array = np.zeros((len(values) if rows is None else rows, length), np.int32)
+    # Of 64 bits, so that ids of no vocabulary stay what they are, and are refused.
+    array = np.zeros((len(values) if rows is None else rows, length), np.int64)
     for i, row in enumerate(values):
         ids = np.asarray(row)
         if ids.size and not np.issubdtype(ids.dtype, np.integer):

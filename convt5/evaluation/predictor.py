@@ -340,14 +340,13 @@ class Predictor:
         rows = max(1, min(rows, _CHOICES_PER_ROW * self.config.batch_size // num_choices))
         by_input: list[list[TargetScore]] = [[]] * len(fitted)
         for batch in self._batches([len(tokens) for tokens in fitted], rows):
-            targets = [
-                stack([] if i == PADDING_ROW else choices[i], longest, rows=num_choices)
-                for i in batch.examples
-            ]
+            targets = [[] if i == PADDING_ROW else choices[i] for i in batch.examples]
             scores = decoding.score(
                 self.model,
                 stack(_rows(fitted, batch), batch.length),
-                np.stack(targets),
+                np.stack([stack(each, longest, rows=num_choices) for each in targets]),
+                # Those of a prediction that was cut may end with 0.
+                lengths=stack([list(map(len, each)) for each in targets], num_choices),
                 regularizers=regularizers,
                 batch_sharding=self._batch_sharding,
             )

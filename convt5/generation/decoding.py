@@ -122,6 +122,7 @@ def decode(
     """
     strategy = Greedy() if strategy is None else strategy
     max_length, end_id = _integer("max_length", max_length), _integer("end_id", end_id)
+    end_id = end_id if 0 <= end_id < model.config.vocab_size else -1  # Of 32 bits.
     _check_strategy(strategy, max_length)
     sources = np.asarray(encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
