@@ -775,6 +775,9 @@ def test_faults_of_the_original_beam_search_are_named(settings):
         ({"max_lengths": np.array([1.5, 2, 2])}, "max_lengths has dtype float64, but must hold"),
         ({"prefix": np.full((3, 1), 4.5)}, "prefix has dtype float64, but must hold integers"),
         ({"encoder_input_tokens": np.full((3, 2), 0.7)}, "encoder_input_tokens has dtype float64"),
+        ({"encoder_input_tokens": [[5, 1], [5]]}, "encoder_input_tokens has rows of different"),
+        ({"prefix": [[5], [5, 6], [5]]}, "prefix has rows of different lengths; pad them with 0"),
+        ({"hide_start_token": "no"}, "hide_start_token='no' must be True, False or None"),
     ],
 )
 def test_contradictory_requests_are_refused(unchecked, settings, message):
@@ -841,6 +844,7 @@ def test_rows_that_are_not_those_of_the_sources_are_refused(unchecked, settings,
         ({"targets": np.full((3, 1, 3), 5.0)}, "targets has dtype float64"),
         ({"length_penalty": float("nan")}, "length_penalty=nan must be a finite number"),
         ({"length_penalty": 1000.0}, "length_penalty=1000.0 is too far from 0"),
+        ({"targets": [[[5, 1]], [[5]], [[5]]]}, "targets has rows of different lengths"),
     ],
 )
 def test_scoring_refuses_rows_that_are_not_those_of_the_sources(unchecked, settings, message):

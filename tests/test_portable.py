@@ -114,6 +114,8 @@ def test_what_cannot_be_saved_leaves_nothing_behind(model, tmp_path):
         UserError, match=r"has \d+ ids, sentinels included, but the model's vocab_s"
     ):
         convt5.save_model(model, tmp_path / "mine", vocabulary=bytes_)
+    with pytest.raises(UserError, match="vocabulary='bytes' cannot be kept; give one that"):
+        convt5.save_model(model, tmp_path / "mine", vocabulary="bytes")
     image = test_vision_model.tiny().build(jax.random.key(0))
     with pytest.raises(UserError, match="vocabulary is for text models, not for a ViTConfig"):
         convt5.save_model(image, tmp_path / "mine", vocabulary=bytes_)

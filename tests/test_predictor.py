@@ -229,6 +229,8 @@ def test_long_inputs_are_cut_and_counted_or_refused(model):
 def test_an_input_without_tokens_is_refused(model):
     with pytest.raises(UserError, match="input 1 is empty"):
         predictor(model).predict_tokens([[]])
+    with pytest.raises(UserError, match="input 1 is 70, but must be a list of token ids; a single"):
+        predictor(model).predict_tokens([70, 1])
 
 
 @pytest.mark.parametrize("call", ["predict", "score"])
@@ -242,6 +244,8 @@ def test_one_text_is_no_list_of_its_letters(model, call):
 def test_every_target_has_its_input(model, targets):
     with pytest.raises(UserError, match=rf"{len(targets)} targets for 1 inputs"):
         predictor(model).score(["a"], targets)
+    with pytest.raises(UserError, match=rf"{len(targets)} targets for 1 inputs"):
+        predictor(model).score_choices([[5, 1]], [[[5, 1]] for _ in targets])
 
 
 def test_a_text_with_halves_of_characters_is_refused(model):

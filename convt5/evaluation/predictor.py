@@ -257,9 +257,14 @@ class Predictor:
         """Truncates an input if it is too long.
 
         Raises:
-            UserError: it is too long and `long_inputs="refuse"`, or it is empty.
+            UserError: it is too long and `long_inputs="refuse"`, or it is empty or no list of ids.
         """
         limit = self._lengths["inputs"]
+        if not hasattr(tokens, "__len__"):
+            raise errors.UserError(
+                f"input {number + 1} is {tokens!r}, but must be a list of token ids; a single "
+                "input is a list of one."
+            )
         if not len(tokens):
             raise errors.UserError(f"input {number + 1} is empty; leave it out.")
         if len(tokens) > limit and self.config.long_inputs == "refuse":
@@ -330,8 +335,13 @@ class Predictor:
             progress: called for each batch of inputs.
 
         Raises:
-            UserError: an input is too long and must not be truncated.
+            UserError: as `score_tokens`.
         """
+        if len(sources) != len(choices):
+            raise errors.UserError(
+                f"score: {len(choices)} targets for {len(sources)} inputs; give one for each, and "
+                "repeat an input that several are scored for."
+            )
         numbers = range(len(sources)) if numbers is None else numbers
         fitted = [self.fit(s, n).tokens for s, n in zip(sources, numbers, strict=True)]
         num_choices = max([at_least[0], *map(len, choices)])
@@ -368,11 +378,6 @@ class Predictor:
         Raises:
             UserError: their numbers differ, or an input is too long and must not be truncated.
         """
-        if len(sources) != len(targets):
-            raise errors.UserError(
-                f"score: {len(targets)} targets for {len(sources)} inputs; give one for each, and "
-                "repeat an input that several are scored for."
-            )
         return [score for (score,) in self.score_choices(sources, [[ids] for ids in targets])]
 
     def _batches(self, lengths: Sequence[int], rows: int | None = None) -> list[Batch]:

@@ -121,13 +121,17 @@ def decode(
             dtypes of the arrays are wrong.
     """
     strategy = Greedy() if strategy is None else strategy
+    if not isinstance(hide_start_token, bool | np.bool_ | None):
+        raise errors.UserError(
+            f"decode: hide_start_token={hide_start_token!r} must be True, False or None."
+        )
     max_length, end_id = _integer("max_length", max_length), _integer("end_id", end_id)
     end_id = end_id if 0 <= end_id < model.config.vocab_size else -1  # Of 32 bits.
     _check_strategy(strategy, max_length)
-    sources = np.asarray(encoder_input_tokens)
+    sources = _array("decode", "encoder_input_tokens", encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
-    prefix = np.zeros((batch, 0), np.int32) if prefix is None else np.asarray(prefix)
+    prefix = _array("decode", "prefix", np.zeros((batch, 0), int) if prefix is None else prefix)
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
     prefix = _check_prefix(model, sources, prefix, limits)
     _check_limits(max_length, limits, prefix, end_id)
@@ -211,7 +215,8 @@ def score(
         UserError: tokens are outside the vocabulary, axes, rows or dtypes of the arrays are wrong,
             or lengths exceed the targets.
     """
-    sources, targets = np.asarray(encoder_input_tokens), np.asarray(targets)
+    sources = _array("score", "encoder_input_tokens", encoder_input_tokens)
+    targets = _array("score", "targets", targets)
     _check_axes("score", "encoder_input_tokens", sources, "batch source")
     _check_axes("score", "targets", targets, "batch choices length")
     batch, choices, longest = targets.shape
@@ -325,6 +330,15 @@ def _integer(name: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError:
         raise errors.UserError(f"decode: {name}={value!r} must be an integer.") from None
+
+
+def _array(where: str, name: str, tokens: HostOrDevice) -> np.ndarray:
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        raise errors.UserError(
+            f"{where}: {name} has rows of different lengths; pad them with 0 on the right."
+        ) from None
 
 
 def _check_strategy(strategy: Strategy, max_length: int) -> None:

@@ -179,12 +179,12 @@ def _kept_text(vocabulary: Any, config: Any) -> vocabulary_files.KeptText:
         raise errors.UserError(
             f"vocabulary is for text models, not for a {type(config).__name__}; leave it out."
         )
-    vocabulary_files.check_size(vocabulary, config.vocab_size)
     kept = vocabulary_files.of(vocabulary)
     if kept is None:
         raise errors.UserError(
             f"vocabulary={vocabulary!r} cannot be kept; give one that convt5.load_vocabulary made."
         )
+    vocabulary_files.check_size(vocabulary, config.vocab_size)
     return vocabulary_files.KeptText(kept, kept)
 
 
