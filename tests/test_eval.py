@@ -670,7 +670,10 @@ def test_the_dry_run_computes_nothing(run_dir, capsys):
     assert evaluation.main([f"--checkpoint={run_dir}", "--step=all", "--dry_run"]) == 0
     printed = capsys.readouterr().out
     assert "steps        10, 20" in printed
+    assert "strategy     Greedy()" in printed
     assert "lengths      24 tokens in, 6 out" in printed
+    with pytest.raises(UserError, match="holds no moving average of the parameters"):
+        evaluation.main([f"--checkpoint={run_dir}", "--ema", "--dry_run"])
     assert not (epath.Path(run_dir) / "evaluation").exists()
 
 

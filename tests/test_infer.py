@@ -675,6 +675,10 @@ def test_a_run_whose_training_data_is_gone_can_be_used_with_a_vocabulary(task, t
             ["--checkpoint={run}", "--task=tiny_infer", "--ema"],
             "holds no moving average of the parameters",
         ),
+        (
+            ["--checkpoint={run}", "--task=tiny_infer", "--ema", "--dry_run"],
+            "holds no moving average of the parameters",
+        ),
     ],
 )
 def test_what_a_user_can_get_wrong_ends_in_one_message(run_dir, argv, message):

@@ -113,17 +113,21 @@ def load_params(
         about["params"], record.shapes(params), what="parameters", where=str(folder)
     )
     if ema:
+        check_average(folder)
         shapes = {f"{EMA}/{name}": leaf for name, leaf in params.items()}
-        if not shapes.keys() <= about["optimizer"].keys():
-            raise errors.UserError(
-                f"{folder} holds no moving average of the parameters, because its run was "
-                "trained without one; leave out ema, or train with "
-                "trainer.train.ema=@averaging.EMA()."
-            )
         return named_arrays.fill(
             abstract_model, named_arrays.nest(load_named(folder, shapes, part="optimizer"))[EMA]
         )
     return named_arrays.fill(abstract_model, named_arrays.nest(load_named(folder, params)))
+
+
+def check_average(folder: epath.PathLike) -> None:
+    """Raises `UserError` if one checkpoint from `find_checkpoint` has no average of the model."""
+    if not any(name.startswith(f"{EMA}/") for name in _about(folder)["optimizer"]):
+        raise errors.UserError(
+            f"{folder} holds no moving average of the parameters, because its run was trained "
+            "without one; leave out ema, or train with trainer.train.ema=@averaging.EMA()."
+        )
 
 
 def step_of(folder: epath.PathLike) -> int:

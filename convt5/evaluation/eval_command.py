@@ -24,6 +24,7 @@ from convt5.evaluation.images import ImagePlan
 from convt5.evaluation.results import Outcome, Results, closing_results
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import folders, metric_names
 from convt5.runtime.progress import Progress
@@ -63,7 +64,7 @@ class TextPlan:
     def facts(self) -> list[str]:
         """Returns lines that describe the evaluation."""
         return [
-            f"  strategy     {self.predict.strategy}",
+            f"  strategy     {self.predict.strategy_for(None)}",
             f"  lengths      {self.predict.max_input_length} tokens in, "
             f"{self.predict.max_length} out",
         ]
@@ -135,6 +136,8 @@ def make_plan(found: checkpoints.Found, checkpoint: str, settings: RunSettings, 
         UserError: there are no tasks, or they do not fit the model.
     """
     config = checkpoints.any_config(found)
+    if flags.ema:
+        loading.check_average(found.folder)
     if hasattr(config, "image_size"):
         return _image_plan(config, checkpoint, settings, flags)
     if flags.reestimate is not None:

@@ -20,6 +20,7 @@ from convt5.evaluation.predictor import Predictor, decode_text
 from convt5.evaluation.results import ResumableLines, check_resumable, json_line
 from convt5.evaluation.run_settings import RunSettings
 from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import foreign_files, terminal
 from convt5.runtime.progress import Progress
@@ -109,6 +110,8 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     enable_persistent_cache()
     found = _one(checkpoints.select(checkpoint, flags.step), flags.step)
     model = checkpoints.model_config(found)
+    if flags.ema:
+        loading.check_average(found.folder)
     features = run_settings.chosen_features(
         flags.vocabulary,
         checkpoint,

@@ -121,13 +121,9 @@ def decode(
             dtypes of the arrays are wrong.
     """
     strategy = Greedy() if strategy is None else strategy
-    if not isinstance(hide_start_token, bool | np.bool_ | None):
-        raise errors.UserError(
-            f"decode: hide_start_token={hide_start_token!r} must be True, False or None."
-        )
     max_length, end_id = _integer("max_length", max_length), _integer("end_id", end_id)
     end_id = end_id if 0 <= end_id < model.config.vocab_size else -1  # Of 32 bits.
-    _check_strategy(strategy, max_length)
+    _check_settings(strategy, max_length, hide_start_token)
     sources = _array("decode", "encoder_input_tokens", encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
@@ -341,7 +337,11 @@ def _array(where: str, name: str, tokens: HostOrDevice) -> np.ndarray:
         ) from None
 
 
-def _check_strategy(strategy: Strategy, max_length: int) -> None:
+def _check_settings(strategy: Strategy, max_length: int, hide_start_token: bool | None) -> None:
+    if not isinstance(hide_start_token, bool | np.bool_ | None):
+        raise errors.UserError(
+            f"decode: hide_start_token={hide_start_token!r} must be True, False or None."
+        )
     if not isinstance(strategy, Strategy):
         shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
         raise errors.UserError(

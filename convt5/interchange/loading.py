@@ -54,12 +54,19 @@ def load_model(
             f"step={step}, but {directory} is an exported model without steps; leave it out."
         )
     if ema:
+        check_average(directory)
+    imported = read_exported(directory)
+    return build_model(with_settings(imported.config, settings), imported.params)
+
+
+def check_average(directory: epath.PathLike) -> None:
+    """Raises `UserError` if an exported model, or one checkpoint, has no average of the model."""
+    if is_exported(directory):
         raise errors.UserError(
             f"{directory} is an exported model, which has no moving average of the parameters; "
             "leave out ema."
         )
-    imported = read_exported(directory)
-    return build_model(with_settings(imported.config, settings), imported.params)
+    reading.check_average(directory)
 
 
 def is_exported(directory: epath.PathLike) -> bool:
