@@ -197,6 +197,11 @@ def test_layers_in_one_array_are_taken_apart(golden, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, native.params)
 
 
+def test_a_step_that_float32_does_not_hold_is_read_as_it_is(tmp_path):
+    arrays = {"state/step": np.asarray(2**24 + 1, np.int32)}
+    assert t5x_files.Files(written(tmp_path / "t5x", arrays)).step() == 2**24 + 1
+
+
 def no_state(arrays):
     pass
 

@@ -62,10 +62,10 @@ class Files:
             raise foreign_files.unreadable(self.folder, _told(error), _REMEDY) from None
         self.shapes: dict[str, Shape] = self._reader.shapes
 
-    def read(self, name: str) -> np.ndarray:
-        """Returns an array in float32; raises `UserError` if it cannot be read."""
+    def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
+        """Returns an array in a dtype; raises `UserError` if it cannot be read."""
         try:
-            return np.asarray(self._reader.read(name), np.float32)
+            return np.asarray(self._reader.read(name), dtype)
         except errors.UserError:
             raise
         except Exception as error:
@@ -76,7 +76,7 @@ class Files:
         """Returns the number of updates made; 0 if not recorded."""
         if "state/step" not in self.shapes:
             return 0
-        value = float(self.read("state/step").reshape(-1)[0])
+        value = float(self.read("state/step", np.float64).reshape(-1)[0])
         if not 0 <= value < MOST_STEPS or value != int(value):
             raise foreign_files.unreadable(self.folder, f"its step is {value}", _REMEDY)
         return int(value)
