@@ -531,14 +531,18 @@ def test_what_tfds_does_not_hold_is_named(name, tmp_path):
         Tfds(name=name, data_dir=str(tmp_path)).open("train")
 
 
-def test_data_sets_without_images_are_named():
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("imdb_reviews", "has no features image and label"),
+        ("chexpert", r"label=Sequence\(ClassLabel.* choose a data set with an Image of uint8"),
+    ],
+)
+def test_data_sets_of_another_kind_are_named(name, message):
     tensorflow()
     tfds = pytest.importorskip("tensorflow_datasets")
-    with (
-        tfds.testing.mock_data(num_examples=1),
-        pytest.raises(UserError, match="has no features image and label"),
-    ):
-        Tfds(name="imdb_reviews").open("train")
+    with tfds.testing.mock_data(num_examples=1), pytest.raises(UserError, match=message):
+        Tfds(name=name).open("train")
 
 
 def pixels(height: int, width: int, channels: int = 3) -> np.ndarray:
