@@ -147,6 +147,7 @@ def test_values_are_normalised_and_channels_repeated_or_swapped():
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore' must be one of refuse, skip"),
         ({"mean": (0.1, 0.2)}, "must be one number, or 1"),
         ({"stddev": 0.0}, "stddev=0.0 must be positive"),
+        ({"stddev": np.inf}, "stddev=inf must be positive, and finite"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
 )
