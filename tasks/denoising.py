@@ -17,7 +17,13 @@ from convt5 import errors
 from convt5.text import sentinels
 
 from . import pretraining, registration
-from .span_corruption import check_lengths_given, segment_sizes, span_corruption, split_documents
+from .span_corruption import (
+    check_lengths_given,
+    segment_sizes,
+    span_corruption,
+    split_documents,
+    text_as_targets,
+)
 
 PREFIX_LM_DENSITY = 0.5
 """Mean fraction of the text that is the target in T5's prefix language modelling."""
@@ -247,7 +253,7 @@ def _task(name: str, corpus: seqio.Task, denoise: Any) -> seqio.Task:
         name,
         source=corpus.source,
         preprocessors=[
-            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            text_as_targets,
             functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
             seqio.CacheDatasetPlaceholder(),
             denoise,

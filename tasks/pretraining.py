@@ -16,7 +16,7 @@ from convt5.runtime.local_files import InvalidUtf8
 
 from . import registration, vocabularies
 from .sources import EmbeddedTextSource, PreparedTfdsSource, TextFilesSource
-from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption
+from .span_corruption import MEAN_SPAN_LENGTH, NOISE_DENSITY, span_corruption, text_as_targets
 from .text_files import Separator, TextFiles
 
 C4 = "c4/en:3.1.0"
@@ -54,7 +54,7 @@ def span_corruption_task(
         name,
         source=source,
         preprocessors=[
-            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            text_as_targets,
             functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
             seqio.CacheDatasetPlaceholder(),
             functools.partial(
@@ -89,7 +89,7 @@ def text_span_corruption(
     Args:
         path: a path, glob or folder, or several.
         vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
-        separator: "line", "blank_line", or "auto", which examines the first file.
+        separator: "line", "blank_line", or "auto", which examines the first file of `path`.
         text_key: the key of the text in a .jsonl line.
         validation_path: files of the "validation" split.
         validation_fraction: fraction of the documents of `path` held out if `validation_path` is
@@ -116,7 +116,7 @@ def text_span_corruption(
     if validation_path is not None:
         train, held_out = files(path=path), files(path=validation_path)
         local_files.check_apart({"train": train.files(), "validation": held_out.files()})
-        splits = {"train": (train, "train"), "validation": (held_out, "train")}
+        splits = {"train": (train, "train"), "validation": (held_out.divided_like(train), "train")}
     elif validation_fraction:
         both = files(path=path, holdout_every=round(1 / validation_fraction))
         splits = {"train": (both, "train"), "validation": (both, "validation")}

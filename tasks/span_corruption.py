@@ -23,6 +23,21 @@ MEAN_SPAN_LENGTH = 3.0
 _SHORTEST_TEXT, _LONGEST_TEXT = 2, 2**31
 
 
+def text_as_targets(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Renames the field "text" of a source to "targets", and drops the others.
+
+    Raises:
+        UserError: there is no such field.
+    """
+    fields: Any = dataset.element_spec
+    if "text" not in fields:
+        raise errors.UserError(
+            f"pre-training reads documents in the field 'text', and its source has {list(fields)}; "
+            "name a task of documents, such as @pretraining.text_span_corruption()."
+        )
+    return dataset.map(lambda row: {"targets": row["text"]}, tf.data.AUTOTUNE)
+
+
 class SegmentSizes(NamedTuple):
     """Numbers of tokens of a full segment, before and after corruption.
 

@@ -373,10 +373,6 @@ def entailment(
         UserError: a value out of range.
     """
     ranges = {"gap": (gap, 0), "num_facts": (num_facts, 1, len(string.ascii_lowercase) // 2)}
-    if num_facts % 2:
-        raise errors.UserError(
-            f"{name}: num_facts={num_facts} must be even: half of them are true."
-        )
     generate = functools.partial(_entail, gap=gap, num_facts=num_facts, explain=explain)
     source = GeneratedSource(generate, num_train=num_train, num_eval=num_eval, seed=seed)
     return _gap_task(name, source, ranges, end_token=end_token)

@@ -148,58 +148,60 @@ def find_splits(path: Path) -> dict[str, list[str]]:
                 "{'train': 'train.jsonl', 'validation': 'dev.jsonl'}."
             )
         return {split: local_files.find(files) for split, files in path.items()}
-    if isinstance(path, str | os.PathLike) and os.path.isdir(os.path.expanduser(path)):
-        return _splits_of_folder(pathlib.Path(path).expanduser())
+    if isinstance(path, str | os.PathLike):
+        found = local_files.in_folder(path)
+        if found is not None:
+            return _splits_of_folder(os.path.expanduser(os.fspath(path)), found)
     return {"train": local_files.find(path)}
 
 
-def _splits_of_folder(folder: pathlib.Path) -> dict[str, list[str]]:
+def _splits_of_folder(folder: str, found: list[str]) -> dict[str, list[str]]:
     splits: dict[str, list[str]] = {}
-    # Names that begin with a dot are not data, such as metadata files of macOS.
-    found = sorted(map(pathlib.Path, foreign_files.files_below(folder)))
-    files = [file for file in found if _suffix(str(file))]
-    local_files.check(map(str, files))
-    first: dict[tuple[str, str], pathlib.Path] = {}
+    found = sorted(found, key=lambda file: file.split(os.sep))
+    files = [file for file in found if _suffix(file)]
+    local_files.check(files)
+    first: dict[tuple[str, str], str] = {}
     for file in files:
-        split, part = _split_and_part(file.relative_to(folder))
+        split, part = _split_and_part(file, folder)
         other = first.setdefault((split, part), file)
         if other != file:
             raise errors.UserError(
-                f"files {str(other)!r} and {str(file)!r} hold the same rows of split={split!r} by "
+                f"files {other!r} and {file!r} hold the same rows of split={split!r} by "
                 "their names, which would be read twice; remove one, or put both into a folder "
                 f"{split!r} under different names."
             )
-        splits.setdefault(split, []).append(str(file))
+        splits.setdefault(split, []).append(file)
     splits = {split: local_files.distinct(names) for split, names in splits.items()}
     if not splits:
         raise errors.UserError(
-            f"path={str(folder)!r} is a folder without a {', '.join(SUFFIXES)} file, also "
+            f"path={folder!r} is a folder without a {', '.join(SUFFIXES)} file, also "
             "compressed; set it to a folder with files such as train.jsonl and dev.jsonl."
         )
     unread = [
         (file, split)
         for file in found
-        if not _suffix(str(file))
-        and (split := _split_and_part(file.relative_to(folder))[0]) in {"validation", *splits}
+        if not _suffix(file)
+        and (split := _split_and_part(file, folder)[0]) in {"validation", *splits}
     ]
     for file, split in unread:
         if split not in splits:  # Rows of "train" would be held out in its place.
             raise errors.UserError(
-                f"file {str(file)!r} is of split={split!r} by its name, but of no known kind; "
+                f"file {file!r} is of split={split!r} by its name, but of no known kind; "
                 f"convert it to one of {', '.join(SUFFIXES)}, or put it elsewhere."
             )
     if unread:
         logging.warning(
             "path=%r: %d files are not read, such as %r of split=%r: their names do not end in %s",
-            *(str(folder), len(unread), str(unread[0][0]), unread[0][1], ", ".join(SUFFIXES)),
+            *(folder, len(unread), *unread[0], ", ".join(SUFFIXES)),
         )
     return splits
 
 
-def _split_and_part(path: pathlib.PurePath) -> tuple[str, str]:
+def _split_and_part(file: str, folder: str) -> tuple[str, str]:
     """Returns the split of a file in a folder, and which part of it, from its name."""
-    shards = "".join(_SHARD.findall(str(path)))
-    below = local_files.without_compression(_SHARD.sub("", str(path)))
+    path = file.removeprefix(folder).lstrip(os.sep)
+    shards = "".join(_SHARD.findall(path))
+    below = local_files.without_compression(_SHARD.sub("", path))
     name, _, rest = below.removesuffix(pathlib.PurePath(below).suffix).partition(os.sep)
     name, _, part = name.partition(".")
     return _SPLIT_NAMES.get(name, name), f"{part}{shards}/{rest}"

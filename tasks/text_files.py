@@ -8,6 +8,7 @@ when a file changes.
 
 import codecs
 import dataclasses
+import functools
 import hashlib
 import io
 import itertools
@@ -40,8 +41,11 @@ _FEW_BYTES = 2**22
 class TextFiles:
     """Files of text, and how they are divided into documents.
 
+    The files are looked at once, so all epochs of a run have the same documents, even if files are
+    added or changed meanwhile.
+
     Attributes:
-        path: a path, glob or folder, or several; `**` matches folders of any depth.
+        path: a path, glob or folder, or several; `**` matches local folders of any depth.
         separator: "line": each line is a document. "blank_line": blank lines separate documents.
             "auto": "blank_line" if there is a blank line inside the first file with text, else
             "line". Not used for JSON lines: .jsonl, .ndjson and .json.
@@ -64,22 +68,25 @@ class TextFiles:
                 f"separator={self.separator!r} must be 'auto', 'line' or 'blank_line'."
             )
         local_files.check_invalid_utf8(self.invalid_utf8)
-        self.files()
+        if not self._names:
+            raise errors.UserError("text path=[] is empty; set it to a path or a glob.")
 
     def files(self) -> list[str]:
-        """Returns the names of the files that `path` stands for, in reading order.
+        """Returns the names of the files that `path` stands for, in reading order."""
+        return list(self._names)
 
-        Raises:
-            UserError: there is none, or one of several paths matches no file.
-        """
-        names = local_files.find(self.path)
-        if not names:
-            raise errors.UserError("text path=[] is empty; set it to a path or a glob.")
-        return names
+    def divided_like(self, other: "TextFiles") -> "TextFiles":
+        """Returns these files with the separator that "auto" finds in others, or else in these."""
+        if self.separator != "auto":
+            return self
+        separator = _guess_separator([*other.files(), *self.files()])
+        # Where both agree, positions of earlier runs stay valid.
+        own = _guess_separator(self.files())
+        return self if separator == own else dataclasses.replace(self, separator=separator)
 
     def fingerprint(self) -> str:
         """Returns an identifier of these documents, equal for copies of the files elsewhere."""
-        return self._name(1, [local_files.contents(name) for name in self.files()])
+        return self._identifier(1, [local_files.contents(name) for name in self.files()])
 
     def stored(self) -> dict[str, list[str]]:
         """Returns the TFRecord files of each split; writes them if they do not exist.
@@ -88,7 +95,7 @@ class TextFiles:
             UserError: the files have no document, contain something that is not text, or cannot be
                 stored.
         """
-        folder = self._folder()
+        folder = self._folder
         try:
             if not _is_whole(folder):
                 self._store(folder)
@@ -105,7 +112,7 @@ class TextFiles:
     def is_at_hand(self) -> bool:
         """Returns whether the documents are stored, or small."""
         sizes = (local_files.identity(name)[1] for name in self.files())
-        return _is_whole(self._folder()) or sum(sizes) <= _FEW_BYTES
+        return _is_whole(self._folder) or sum(sizes) <= _FEW_BYTES
 
     def check(self, num_documents: int = 20) -> None:
         """Reads the first documents of each file.
@@ -122,7 +129,7 @@ class TextFiles:
     def tally(self) -> local_files.Tally:
         """Returns the counts of reading the files, which are stored if needed."""
         self.stored()
-        about = json.loads((self._folder() / _ABOUT_FILE).read_text())
+        about = json.loads((self._folder / _ABOUT_FILE).read_text())
         return local_files.Tally(**about["tally"])
 
     def documents(self) -> Iterator[bytes]:
@@ -132,8 +139,13 @@ class TextFiles:
         """
         return self._documents(self._reader())
 
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return local_files.find(self.path)
+
+    @functools.cached_property
     def _folder(self) -> pathlib.Path:
-        # Named by the modification times of the files, so that any change is noticed.
+        # Named by the modification times of the files, so that a later start notices any change.
         about = [local_files.identity(name) for name in self.files()]
         cache = folders.user_cache()
         if cache is None:
@@ -141,7 +153,7 @@ class TextFiles:
                 f"text path={self.path!r} is stored in the user's cache, but this user has no home "
                 "folder; set XDG_CACHE_HOME to a folder that can be written."
             )
-        return cache / "text" / self._name(_FORMAT, about)
+        return cache / "text" / self._identifier(_FORMAT, about)
 
     def _reader(self) -> "_Reader":
         separator = self.separator
@@ -156,7 +168,7 @@ class TextFiles:
         if faults := reader.tally.faults():
             logging.warning("text path=%s: %s", self.path, faults)
 
-    def _name(self, format_number: int, files: Sequence[object]) -> str:
+    def _identifier(self, format_number: int, files: Sequence[object]) -> str:
         about = [format_number, self.separator, self.text_key, self.holdout_every, *files]
         if self.invalid_utf8 != "refuse":
             about.append(self.invalid_utf8)

@@ -234,7 +234,7 @@ def pydoc_words() -> seqio.Task:
         "pydoc_words",
         source=_Passages(),
         preprocessors=[
-            functools.partial(seqio.preprocessors.rekey, key_map={"targets": "text"}),
+            span_corruption.text_as_targets,
             functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
             seqio.CacheDatasetPlaceholder(),
             functools.partial(mask_recurring_words, least=2),

@@ -24,6 +24,7 @@ from convt5.data.cached_data import CachedDataConfig
 from convt5.data.counts import Counts
 from convt5.data.mixing import BlockPlace
 from convt5.data.row_order import RowOrder
+from convt5.data.rows import Examples, Ragged, RowLayout
 from convt5.text import task_format
 from convt5.training.trainer import TrainRun
 
@@ -317,6 +318,41 @@ def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
     with pytest.raises(errors.UserError, match=r"cannot be put there .* whole in .*\.unfinished"):
         writer.finish(made_from={})
     assert (tmp_path / "cache" / "cache.json").read_text() == "theirs"
+
+
+def test_a_whole_cache_that_could_not_be_put_in_its_place_is_not_made_again(tmp_path):
+    def begin():
+        writer = cached_data.Writer(tmp_path / "cache", identity="same")
+        writer.vocabulary(vocabularies.characters(), None)
+        return writer
+
+    writer = begin()
+    list(writer.write("train", [made()]))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "theirs").touch()
+    with pytest.raises(errors.UserError, match="cannot be put there"):
+        writer.finish(made_from={})
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    del writer
+    gc.collect()
+    writer = begin()
+    assert writer.written("train").is_complete
+    about = writer.finish(made_from={})
+    assert about["splits"]["train"]["rows"] == ROWS
+    assert sorted(os.listdir(tmp_path / "cache")) == ["cache.json", "train"]
+
+
+def test_more_examples_than_decoder_tokens_fit_into_a_packed_row(tmp_path):
+    lengths = np.ones(ROWS, np.int64), np.array([0] * (ROWS - 1) + [1])
+    sides = [Ragged(np.full(each.sum(), 9, np.int32), each) for each in lengths]
+    layout = RowLayout(encoder_length=ROWS, decoder_length=4, pack=True)
+    rows = layout.batch(Examples(*sides, np.zeros((ROWS, 3), bool)), np.array([ROWS]), 1)
+    writer = cached_data.Writer(tmp_path / "cache")
+    writer.vocabulary(vocabularies.characters(), None)
+    list(writer.write("train", [rows]))
+    writer.finish(made_from={})
+    read = next(built(tmp_path / "cache", batch_size=1))
+    assert read["decoder_segment_ids"].tolist() == [[ROWS, 0, 0, 0]]
 
 
 def test_a_link_that_leads_nowhere_is_refused_before_a_row_is_made(tmp_path):

@@ -127,6 +127,15 @@ def test_a_sample_is_bounded_and_says_so():
     assert "1,000 documents, about 4,000 bytes, about 10,000 tokens" in found.as_text()
 
 
+def test_totals_of_a_sample_with_too_many_examples_are_unknown(monkeypatch):
+    task = task_of(vocabularies.characters(), ["abcd"] * 50)
+    for most, rows in ((50, 50), (49, None)):
+        monkeypatch.setattr(data_report, "_MOST_EXAMPLES", most)
+        (found,) = data_report.measure(config(task))
+        assert (found.documents, found.text_bytes, found.rows) == (50, 200, rows)
+    assert "200 bytes, an unknown number of tokens, an unknown number of rows" in found.as_text()
+
+
 def test_each_task_of_a_mixture_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("some words in a line\n" * 50)

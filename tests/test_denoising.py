@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import seqio
 import tensorflow as tf
-from convt5.tasks import denoising, pretraining, vocabularies
+from convt5.tasks import denoising, pretraining, synthetic, vocabularies
 
 from convt5 import data, errors
 
@@ -151,6 +151,12 @@ def test_lengths_too_short_for_a_span_are_refused(corpus):
 def test_a_corpus_must_be_a_task():
     with pytest.raises(errors.UserError, match="corpus='c4' is no task"):
         denoising.prefix_lm("c4")
+
+
+def test_a_corpus_must_have_documents():
+    task = denoising.prefix_lm(synthetic.gap_copy())
+    with pytest.raises(errors.UserError, match=r"'text', and its source has \['inputs', 'targets'"):
+        data.DataConfig(mixture=task, batch_size=1, encoder_length=9, decoder_length=9).describe()
 
 
 @pytest.mark.parametrize("corpus_name", ["pydoc", "c4"])

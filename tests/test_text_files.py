@@ -149,6 +149,32 @@ def test_text_is_stored_once_and_again_when_a_file_changes(tmp_path, cache):
     assert len(list((cache / "convt5" / "text").iterdir())) == 2
 
 
+def test_text_of_a_run_stays_what_it_was_when_the_run_began(tmp_path):
+    write(tmp_path / "a.txt", "one\ntwo")
+    source = TextFilesSource({"train": (TextFiles(path=tmp_path / "*.txt"), "train")})
+    shards = source.list_shards("train")
+    write(tmp_path / "a.txt", "three\nfour")
+    write(tmp_path / "b.txt", "five")
+    assert source.list_shards("train") == shards
+
+
+def test_a_held_out_paragraph_is_divided_like_the_text_of_training(tmp_path):
+    write(tmp_path / "train.txt", "First line.\nIts second.\n\nOther.")
+    write(tmp_path / "rows.jsonl", '{"text": "a"}')
+    write(tmp_path / "dev.txt", "A line.\nIts second.")
+    write(tmp_path / "paragraphs.txt", "A line.\n\nOther.\nIts second.")
+    for train, held_out, expected in (
+        ("train.txt", "dev.txt", 1),
+        ("dev.txt", "paragraphs.txt", 3),
+        ("rows.jsonl", "dev.txt", 2),
+        ("rows.jsonl", "paragraphs.txt", 2),
+    ):
+        task = pretraining.text_span_corruption(
+            str(tmp_path / train), validation_path=str(tmp_path / held_out)
+        )
+        assert task.num_input_examples("validation") == expected
+
+
 @pytest.mark.parametrize("lost", ["one file", "its end", "all files", "the record"])
 def test_stored_text_that_lost_a_part_is_stored_again(tmp_path, cache, monkeypatch, lost):
     monkeypatch.setattr(text_files, "_SHARD_BYTES", 100)
@@ -212,6 +238,23 @@ def test_a_folder_stands_for_the_files_in_it_and_below(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(errors.UserError, match="is a folder without files"):
         TextFiles(path=str(tmp_path / "empty"))
+
+
+def test_a_folder_of_a_store_stands_for_what_a_local_one_does(tmp_path):
+    store = f"ram://{tmp_path.name}/rows"
+    for name in ("train.jsonl", "dev.jsonl", "test/a.jsonl", ".train.jsonl.swp", "notes.md"):
+        tf.io.gfile.makedirs(os.path.dirname(f"{store}/{name}"))
+        with tf.io.gfile.GFile(f"{store}/{name}", "w") as file:
+            file.write("{}")
+    files = {
+        "validation": [f"{store}/dev.jsonl"],
+        "test": [f"{store}/test/a.jsonl"],
+        "train": [f"{store}/train.jsonl"],
+    }
+    for path in (store, f"{store}/"):
+        assert list(tables.find_splits(path).items()) == list(files.items())
+    with pytest.raises(errors.UserError, match=r"rows/\*\*': .*\*\* does not match folders of any"):
+        local_files.find(f"{store}/**")
 
 
 def test_links_to_folders_are_followed_and_loops_end(tmp_path):

@@ -147,6 +147,7 @@ def test_values_are_normalised_and_channels_repeated_or_swapped():
         ({"on_corrupt": "ignore"}, "on_corrupt='ignore' must be one of refuse, skip"),
         ({"mean": (0.1, 0.2)}, "must be one number, or 1"),
         ({"stddev": 0.0}, "stddev=0.0 must be positive"),
+        ({"stddev": np.inf}, "stddev=inf must be positive, and finite"),
         ({"seed": -1}, "seed=-1 must be at least 0"),
     ],
 )
@@ -531,14 +532,18 @@ def test_what_tfds_does_not_hold_is_named(name, tmp_path):
         Tfds(name=name, data_dir=str(tmp_path)).open("train")
 
 
-def test_data_sets_without_images_are_named():
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("imdb_reviews", "has no features image and label"),
+        ("chexpert", r"label=Sequence\(ClassLabel.* choose a data set with an Image of uint8"),
+    ],
+)
+def test_data_sets_of_another_kind_are_named(name, message):
     tensorflow()
     tfds = pytest.importorskip("tensorflow_datasets")
-    with (
-        tfds.testing.mock_data(num_examples=1),
-        pytest.raises(UserError, match="has no features image and label"),
-    ):
-        Tfds(name="imdb_reviews").open("train")
+    with tfds.testing.mock_data(num_examples=1), pytest.raises(UserError, match=message):
+        Tfds(name=name).open("train")
 
 
 def pixels(height: int, width: int, channels: int = 3) -> np.ndarray:

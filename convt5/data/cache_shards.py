@@ -69,8 +69,8 @@ class ShardedCache:
             if (first / name).exists():
                 shutil.copyfile(first / name, root / name)
         atomic_files.replace_text(root / ABOUT_FILE, text)
-        (root / _IDENTITY_FILE).unlink()
         cached_data.publish(root, pathlib.Path(self._folder))
+        (pathlib.Path(self._folder) / _IDENTITY_FILE).unlink()
         return about
 
     def _begin_local(self, folder: pathlib.Path) -> pathlib.Path:

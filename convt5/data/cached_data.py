@@ -178,7 +178,7 @@ class CachedDataConfig:
                     for folder, rows in zip(folders, counts, strict=True)
                 ],
                 feature,
-                limit=_limit(name, feature, self._about),
+                limit=_limit(name, split["features"], self._about),
                 about_file=ABOUT_FILE,
             )
             for name, feature in split["features"].items()
@@ -530,8 +530,9 @@ class Writer:
             atomic_files.check_same(self._lock, self._unfinished)
             _check_files(self._unfinished, self._progress["splits"])
             atomic_files.replace_text(self._unfinished / ABOUT_FILE, text)
-        (self._unfinished / _PROGRESS_FILE).unlink(missing_ok=True)
         publish(self._unfinished, self._folder)
+        # Only now: with it, the same command finishes a cache that could not be put there.
+        (self._folder / _PROGRESS_FILE).unlink(missing_ok=True)
         return about
 
     @contextlib.contextmanager
@@ -656,9 +657,13 @@ def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
 _copies: dict[str, pathlib.Path] = {}
 
 
-def _limit(name: str, feature: Mapping[str, Any], about: Mapping[str, Any]) -> int:
+def _limit(name: str, features: Mapping[str, Any], about: Mapping[str, Any]) -> int:
     """Returns the upper bound of a feature's values: ids, segments or positions."""
-    return about["vocab_size"] if name.endswith("tokens") else feature["length"] + 1
+    if name.endswith("tokens"):
+        return about["vocab_size"]
+    # A row has at most as many examples as encoder tokens; some may have no decoder token.
+    bound = "encoder_input_tokens" if name.endswith("segment_ids") else name
+    return features[bound]["length"] + 1
 
 
 def _seed_faults(seed: object) -> list[str]:

@@ -24,7 +24,7 @@ from convt5.text import sentinels
 _MOST_DOCUMENTS, _MOST_BYTES = 100, 2**16
 _LONGEST_TEXT = 2**20
 """Most bytes of a source example that are measured; of longer ones, only the beginning."""
-_MOST_EXAMPLES = 1000
+_MOST_EXAMPLES = 2**13
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,9 @@ class TaskReport:
     Attributes:
         name: name of the task.
         documents: source examples per epoch; None if the source cannot count them.
-        text_bytes, tokens, rows: totals per epoch; None without `documents`. Tokens are counted
-            before truncation; rows are packed if the data is.
+        text_bytes, tokens, rows: totals per epoch; None without `documents`, or for tokens and rows
+            if the sample gives very many examples. Tokens are counted before truncation; rows are
+            packed if the data is.
         measured_documents, measured_rows: the size of the sample; its rows are not packed.
         tokens_per_word, bytes_per_token: None if ids do not represent text.
         cut_inputs, cut_targets: fraction of examples longer than a row.
@@ -69,8 +70,8 @@ class TaskReport:
         counts = f"{_count(self.documents)} documents"
         if self.documents is not None:
             counts += (
-                f", {about}{_count(self.text_bytes)} bytes, {about}{_count(self.tokens)} tokens, "
-                f"{about}{_count(self.rows)} rows"
+                f", {_count(self.text_bytes, about)} bytes, {_count(self.tokens, about)} tokens, "
+                f"{_count(self.rows, about)} rows"
             )
         ratios = [
             *([f"{self.tokens_per_word:.2f} tokens a word"] if self.tokens_per_word else []),
@@ -147,15 +148,15 @@ def _measure(task: seqio.Task, config: Any) -> TaskReport:
     targets = task.output_features["targets"].vocabulary
     unknown = [vocabularies.has_unknown(targets, each.tolist()) for each in ids["targets"]]
 
-    def whole(value: float) -> int | None:
-        return round(value * times) if documents else None
+    def whole(value: float, *, is_known: bool = True) -> int | None:
+        return round(value * times) if documents and is_known else None
 
     return TaskReport(
         name=task.name,
         documents=documents,
         text_bytes=whole(sample.num_bytes),
-        tokens=whole(sum(int(each.sum()) for each in sizes.values())),
-        rows=whole(num_rows),
+        tokens=whole(sum(map(np.sum, sizes.values())), is_known=sample.has_all_examples),
+        rows=whole(num_rows, is_known=sample.has_all_examples),
         measured_documents=sample.num_documents,
         measured_rows=len(sample.examples),
         **_ratios(task, ids),
@@ -207,11 +208,13 @@ class _Sample:
             try_in_mem_cache=False,
         )
         dataset = dataset.with_options(task_blocks.options())
-        taken = itertools.islice(dataset.as_numpy_iterator(), _MOST_EXAMPLES)
+        made = dataset.as_numpy_iterator()
         features = task.output_features
         self.examples = [
-            row_ends.end_example(example, features, {}, task=task.name) for example in taken
+            row_ends.end_example(example, features, {}, task=task.name)
+            for example in itertools.islice(made, _MOST_EXAMPLES)
         ]
+        self.has_all_examples = next(made, None) is None
 
     def _count(self, source: tf.data.Dataset) -> None:
         sizes = source.take(_MOST_DOCUMENTS + 1).map(_num_bytes)
@@ -264,5 +267,5 @@ def _ratios(task: seqio.Task, ids: Mapping[str, Sequence[np.ndarray]]) -> dict[s
     }
 
 
-def _count(value: int | None) -> str:
-    return "an unknown number of" if value is None else f"{value:,}"
+def _count(value: int | None, about: str = "") -> str:
+    return "an unknown number of" if value is None else f"{about}{value:,}"

@@ -55,8 +55,9 @@ def find(paths: Paths) -> list[str]:
     """Returns the files of one or several paths, globs or folders, in order, without duplicates.
 
     Links to a file count as that file. An existing file or folder of exactly that name precedes its
-    matches as a glob; `**` matches folders of any depth. A folder means all files in it, at any
-    depth, and where links lead. Names that begin with a dot match only globs that begin with a dot.
+    matches as a glob; `**` matches local folders of any depth. A folder means all files in it, at
+    any depth, and where links lead. Names that begin with a dot match only globs that begin with a
+    dot.
 
     Raises:
         NoFileError: a path matches no file.
@@ -164,9 +165,28 @@ def _by_place(names: Iterable[str]) -> dict[str, str]:
     return files
 
 
+def in_folder(path: str | os.PathLike[str]) -> list[str] | None:
+    """Returns the files in a local or remote folder as `find`, unchecked; None for another path.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    name = os.path.expanduser(os.fspath(path))
+    with _explain_listing(name):
+        if not _is_folder(name):
+            return None
+        return sorted(_remote_files(name) if is_remote(name) else foreign_files.files_below(name))
+
+
 def _matches(pattern: str) -> list[str]:
-    try:
+    with _explain_listing(pattern):
         return _names(os.path.expanduser(pattern))
+
+
+@contextlib.contextmanager
+def _explain_listing(pattern: str) -> Iterator[None]:
+    try:
+        yield
     except _remote_errors(pattern) as error:
         is_unknown = type(error).__name__ == "UnimplementedError"  # The kind of URL.
         reason = getattr(error, "message", error)
@@ -179,15 +199,24 @@ def _matches(pattern: str) -> list[str]:
 def _names(pattern: str) -> list[str]:
     if os.path.isfile(pattern):
         return [pattern]
-    is_folder = _tensorflow().io.gfile.isdir if is_remote(pattern) else os.path.isdir
-    if is_folder(pattern):
-        return _files_below(pattern)
+    below = in_folder(pattern)
+    if below:
+        return below
+    if below is not None:
+        raise NoFileError(
+            f"text path={pattern!r} is a folder without files; set it to files with text."
+        )
+    if is_remote(pattern) and "**" in pattern:
+        raise errors.UserError(
+            f"text path={pattern!r}: in a store, ** does not match folders of any depth; name the "
+            "folder, which stands for all files in it, or one glob for each depth."
+        )
     if is_remote(pattern):
         matched = _tensorflow().io.gfile.glob(pattern)
     else:
         _check_readable(pattern)
         matched = glob.glob(pattern, recursive=True)
-    names = [name for name in matched if not is_folder(name)]
+    names = [name for name in matched if not _is_folder(name)]
     if not os.path.basename(pattern).startswith("."):
         names = [name for name in names if not os.path.basename(name).startswith(".")]
     if names:
@@ -200,6 +229,10 @@ def _names(pattern: str) -> list[str]:
         f"text path={pattern!r} matches no file; set it to a path or a glob of text files "
         f"(working directory {os.getcwd()!r}).{errors.suggest(name, siblings)}"
     )
+
+
+def _is_folder(name: str) -> bool:
+    return (_tensorflow().io.gfile if is_remote(name) else os.path).isdir(name)
 
 
 def _check_readable(pattern: str) -> None:
@@ -218,16 +251,6 @@ def _check_readable(pattern: str) -> None:
                 f"text path={pattern!r} matches in folder {folder!r}, which cannot be read "
                 f"({error.strerror}); change its permissions, or leave it out of the path."
             ) from error
-
-
-def _files_below(folder: str) -> list[str]:
-    files = _remote_files(folder) if is_remote(folder) else foreign_files.files_below(folder)
-    names = sorted(files)
-    if not names:
-        raise NoFileError(
-            f"text path={folder!r} is a folder without files; set it to files with text."
-        )
-    return names
 
 
 def _remote_files(folder: str) -> Iterator[str]:

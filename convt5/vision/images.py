@@ -91,8 +91,8 @@ class ImageDataConfig:
                 )
         if not np.all(np.isfinite(self.mean)):
             faults.append(f"mean={self.mean} must be finite.")
-        if not np.all(np.asarray(self.stddev) > 0):
-            faults.append(f"stddev={self.stddev} must be positive.")
+        if not np.all((np.asarray(self.stddev) > 0) & np.isfinite(self.stddev)):
+            faults.append(f"stddev={self.stddev} must be positive, and finite.")
         errors.raise_all(faults, where="ImageDataConfig")
 
     def check_model(self, model: Any) -> None:

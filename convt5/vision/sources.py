@@ -271,6 +271,13 @@ class Tfds:
                 f"name={self.name!r} has no features image and label; choose a data set for the "
                 "classification of images."
             )
+        image, label = features["image"], features["label"]
+        kinds = tfds.features.Image, tfds.features.ClassLabel
+        if not all(map(isinstance, (image, label), kinds)) or image.np_dtype != np.uint8:
+            raise errors.UserError(
+                f"name={self.name!r} has image={image} and label={label}; choose a data set with "
+                "an Image of uint8 and a ClassLabel."
+            )
 
         def read(index: int) -> tuple[np.ndarray, int]:
             example: Any = examples[index]
@@ -278,10 +285,10 @@ class Tfds:
 
         return ImageSet(
             size=len(examples),
-            labels=(0, features["label"].num_classes - 1),
+            labels=(0, label.num_classes - 1),
             read=read,
             fingerprint=f"{builder.info.full_name} {split} {len(examples)}",
-            class_names=tuple(features["label"].names),
+            class_names=tuple(label.names),
         )
 
 
