@@ -68,7 +68,7 @@ def read(study: Study, path: pathlib.Path) -> int:
         raise errors.UserError(
             f"--import_results={path} is not a file; give one written by --export_results."
         )
-    existing = {made.point.name: made for made in running.runs(study)}
+    existing = {made.point.name: made for made in running.states(study)}
     taken, strange = [], []
     for number, line in enumerate(_results(path), start=1):
         where = f"{path}, line {number}"
