@@ -109,6 +109,8 @@ def test_points_of_equal_settings_are_one_run(tmp_path):
     half = study(tmp_path / "c", grids=[Grid(axes=axes | {"equal": {"flops": {}}})], rows=["equal"])
     running.run_all(half, launch=Trainer())
     archive.write(half, tmp_path / "half.jsonl")
+    with open(tmp_path / "half.jsonl", "a") as file:
+        file.write((tmp_path / "results.jsonl").read_text())
     whole = study(tmp_path / "d", grids=[Grid(axes=axes)], rows=["equal"])
     assert archive.read(whole, tmp_path / "half.jsonl") == 4
     assert all(one.is_done for one in running.states(whole))
