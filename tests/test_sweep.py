@@ -1117,15 +1117,16 @@ class TestOverAnAxis:
         assert both["dynamic"] != both["t5"]
         assert colours("t5")["t5"] == both["t5"]
 
-    def test_values_below_zero_can_be_seen_in_all_panels(self, tmp_path):
+    def test_values_below_zero_and_above_perfect_can_be_seen_in_all_panels(self, tmp_path):
         figure = pytest.importorskip("matplotlib.figure").Figure()
         asked = self.study(tmp_path)
-        panels = figure.subplots(1, 3, sharey=True)
-        for axes, error in zip(panels, (1.2, 0.5, math.inf), strict=True):
+        panels = figure.subplots(1, 4, sharey=True)
+        for axes, error in zip(panels, (1.2, -0.8, 0.5, math.inf), strict=True):
             line = {"8": analysis.Best({}, error, (error,), ())}
             profile.draw_on(asked, axes, {"t5": line})
-        assert panels[0].get_ylim()[0] < -0.2
-        assert panels[1].get_ylim()[1] > 1
+            low, high = axes.get_ylim()
+        assert low < -0.2
+        assert high > 1.8
 
     def test_points_that_diverged_are_named_and_cost_nothing(self, tmp_path):
         def launch(arguments, log):
