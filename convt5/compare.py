@@ -109,7 +109,9 @@ class Run:
 
 
 def main(argv: Sequence[str]) -> None:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    command_line.check_filled(parser, argv, ["output", "metric", "clock", figures.SUFFIX_FLAG.name])
+    arguments = parser.parse_args(argv)
     if arguments.plot_suffix != figures.SUFFIX:
         figures.check_suffix(arguments.plot_suffix)
     clock = arguments.clock

@@ -60,6 +60,23 @@ def test_an_average_is_that_of_its_definition(values, decay, every_steps, warmup
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_an_average_over_many_updates_is_neither_too_small_nor_too_large():
+    draw = np.random.default_rng(0)
+    mean = draw.normal(size=64)
+    ema = EMA(decay=0.9999)
+
+    def update(average, step):
+        noise = jax.random.normal(jax.random.key(step), (64,))
+        model = jnp.float32(mean) * (1 + 0.05 * noise)
+        return ema.after(step, average, model), model
+
+    average, models = jax.lax.scan(update, jnp.float32(mean), jnp.arange(20_000, dtype=jnp.int32))
+    exact = mean
+    for model in np.asarray(models, np.float64):
+        exact = 0.9999 * exact + 0.0001 * model
+    np.testing.assert_allclose(average, exact, rtol=2e-5)
+
+
 def test_the_average_of_the_paper_takes_more_the_larger_the_batch_and_the_rarer_its_changes():
     assert ScaledEMA(batch_size=2048, num_epochs=400).share == pytest.approx(1.6384e-3)
     assert ScaledEMA(batch_size=2048, num_epochs=1, factor=1.0).share == 1.0

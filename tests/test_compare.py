@@ -523,7 +523,9 @@ def test_output_that_cannot_be_written_is_a_user_error(two_runs, tmp_path):
         compare.main([*two_runs, f"--output={blocked}"])
 
 
-@pytest.mark.parametrize("argv", [[], ["--metrics=loss", "run"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["--metrics=loss", "run"], ["--metric=", "run"], ["--output", "", "run"]]
+)
 def test_usage_errors_point_to_help(argv):
     with pytest.raises(UserError, match="--help"):
         compare.main(argv)

@@ -490,6 +490,16 @@ def test_includes_resolve_beside_the_including_file(write):
     assert gin_config.load([name], roots=["%RATE"]).macro("RATE").peak == 0.5
 
 
+def test_files_of_one_name_each_have_their_own_imports(write):
+    head = "from __gin__ import dynamic_registration\nfrom convt5.training import {} as mine"
+    write("a/common.gin", "mine.Constant.rate = 0.1", head=head.format("schedule"))
+    write("b/common.gin", "mine.EMA.decay = 0.5", head=head.format("averaging"))
+    names = [write(f"{name}/run.gin", "include 'common.gin'") for name in "ab"]
+    text = gin_config.load(names).text
+    assert "schedule.Constant.rate = 0.1" in text
+    assert "averaging.EMA.decay = 0.5" in text
+
+
 def test_an_include_is_the_file_beside_even_where_the_working_directory_has_one_of_its_name(write):
     write("part.gin", COSINE.replace("0.5", "0.25"))
     write("deep/part.gin", COSINE)

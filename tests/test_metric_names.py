@@ -1,5 +1,7 @@
 """What is better when less, and what runs recorded before accuracies were percentages."""
 
+import math
+
 import pytest
 
 from convt5.runtime import metric_names
@@ -51,7 +53,11 @@ def test_saved_values_of_accuracies_become_percentages(saved, wanted, factor):
 
 @pytest.mark.parametrize(
     ("metric", "value", "text"),
-    [("validation/loss", 2.5, "2.5000"), ("trec6/accuracy", 57.4123, "57.41")],
+    [
+        *[("validation/loss", 2.5, "2.5000"), ("trec6/accuracy", 57.4123, "57.41")],
+        *[("task/mse", 0.0, "0.0000"), ("task/mse", 2.5e-5, "2.5e-05")],
+        *[("validation/loss", -4e30, "-4e+30"), ("validation/loss", math.inf, "inf")],
+    ],
 )
 def test_losses_have_four_decimals_and_others_four_digits(metric, value, text):
     assert metric_names.format_value(metric, value) == text

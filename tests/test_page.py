@@ -108,6 +108,20 @@ document.body.replaceChildren(JSON.stringify(told));
 """
 
 
+def test_amounts_are_sorted_by_size_whatever_their_prefix(tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no Node here to run the sorting in")
+    text = made(tmp_path / "a.html", [run("a")])
+    function = re.search(r"function key\(.*?\n}\n", text, re.DOTALL)
+    ascending = ["-2", "0", "9 B", "1.5k", "2 kB", "4.56M", "312 MB", "1.2 GB", "900 TFLOP", "1P"]
+    ascending += ["3.45 PFLOP", "2.1E", "5e+20"]
+    script = f"{function[0]} console.log(JSON.stringify({ascending}.map(key)))"
+    numbers = json.loads(commands.run([node, "-e", script], timeout=60, check=True).stdout)
+    assert numbers == sorted(numbers)
+    assert numbers[-3:] == [3.45e15, 2.1e18, 5e20]
+
+
 def test_a_browser_draws_zooms_switches_and_sorts(tmp_path):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:

@@ -397,7 +397,7 @@ class TestRuns:
             "s": study(tmp_path / "s", tasks=("a",), seeds=(0,)),
             "t": study(tmp_path / "t", tasks=("b",), seeds=(0,)),
         }
-        chosen = paper(tmp_path, bench={"lengths": "128,512", "only_ours": True})
+        chosen = paper(tmp_path, bench={"lengths": "128,512", "only_ours": True, "quick": False})
         calls, benches = [], []
         for _ in range(2):
             paper_runs.run_all(

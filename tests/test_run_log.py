@@ -333,6 +333,15 @@ def test_an_interrupted_window_is_continued(clock):
     assert record["train_seconds"] == 2.0
 
 
+def test_a_count_that_a_window_began_with_is_not_recorded_once_it_is_gone():
+    """`skipped_updates`, where a run goes on without `skip_spikes`."""
+    meter = run_log.Meter()
+    meter.add_step({"loss": 1.0, "skipped_updates": 3.0}, tokens=1, data_wait=0)
+    again = run_log.Meter(state=meter.state())
+    again.add_step({"loss": 3.0}, tokens=1, data_wait=0)
+    assert "skipped_updates" not in again.take()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(8.4, "8s"), (185, "3m 05s"), (7620, "2h 07m"), (356400, "4d 03h")]
 )

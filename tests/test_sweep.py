@@ -105,6 +105,15 @@ def test_points_of_equal_settings_are_one_run(tmp_path):
     assert archive.write(twins, tmp_path / "results.jsonl") == 2
     assert archive.read(elsewhere, tmp_path / "results.jsonl") == 2
     assert all(one.is_done for one in running.states(elsewhere))
+    # There, the same runs have the names of the other value.
+    half = study(tmp_path / "c", grids=[Grid(axes=axes | {"equal": {"flops": {}}})], rows=["equal"])
+    running.run_all(half, launch=Trainer())
+    archive.write(half, tmp_path / "half.jsonl")
+    with open(tmp_path / "half.jsonl", "a") as file:
+        file.write((tmp_path / "results.jsonl").read_text())
+    whole = study(tmp_path / "d", grids=[Grid(axes=axes)], rows=["equal"])
+    assert archive.read(whole, tmp_path / "half.jsonl") == 4
+    assert all(one.is_done for one in running.states(whole))
 
 
 def test_a_value_can_be_several_settings_at_once(tmp_path):
@@ -120,8 +129,10 @@ def test_a_value_can_be_several_settings_at_once(tmp_path):
 
 def test_references_stay_references_inside_of_lists(tmp_path):
     settings = {"tasks": ["@a.Task()", "plain", 3], "SIZES": [1, 2], "NAME": "%OTHER"}
+    settings |= {"one": ("@a.Task()",), "two": (["%A"], 1.5)}
     point, *_ = study(tmp_path, bindings=settings).points()
     assert point.bindings[:3] == ("tasks=[@a.Task(), 'plain', 3]", "SIZES=[1, 2]", "NAME=%OTHER")
+    assert point.bindings[3:5] == ("one=(@a.Task(),)", "two=([%A], 1.5)")
 
 
 def test_several_runs_at_a_time_are_each_made_once(tmp_path):
@@ -1105,6 +1116,17 @@ class TestOverAnAxis:
         both = colours("dynamic", "t5")
         assert both["dynamic"] != both["t5"]
         assert colours("t5")["t5"] == both["t5"]
+
+    def test_values_below_zero_and_above_perfect_can_be_seen_in_all_panels(self, tmp_path):
+        figure = pytest.importorskip("matplotlib.figure").Figure()
+        asked = self.study(tmp_path)
+        panels = figure.subplots(1, 4, sharey=True)
+        for axes, error in zip(panels, (1.2, -0.8, 0.5, math.inf), strict=True):
+            line = {"8": analysis.Best({}, error, (error,), ())}
+            profile.draw_on(asked, axes, {"t5": line})
+            low, high = axes.get_ylim()
+        assert low < -0.2
+        assert high > 1.8
 
     def test_points_that_diverged_are_named_and_cost_nothing(self, tmp_path):
         def launch(arguments, log):

@@ -14,7 +14,7 @@ import pathlib
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from convt5 import errors
@@ -156,10 +156,7 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
     parser.add_argument("-h", "--help", action=_Help, nargs=0, text=command.help)
     for flag in command.flags:
         parser.add_argument(f"--{flag.name}", **flag.options)
-    for flag in command.flags:  # A shell's variable that is not set leaves them empty.
-        name = f"--{flag.name}"
-        if f"{name}=" in rest or (name, "") in itertools.pairwise(rest):
-            parser.error(f"{name} is empty; give it a value, or leave it out.")
+    check_filled(parser, rest, [flag.name for flag in command.flags])
     parsed, unknown = parser.parse_known_args(rest)
     if unknown:
         known = ["gin_file", "help", "gin.NAME=VALUE", *(flag.name for flag in command.flags)]
@@ -174,6 +171,15 @@ def parse(command: Command, argv: Sequence[str]) -> Arguments:
         example = command.examples[0][1]
         parser.error(f"--gin_file is missing: give at least one, for example {example}.")
     return arguments
+
+
+def check_filled(
+    parser: argparse.ArgumentParser, argv: Sequence[str], names: Iterable[str]
+) -> None:
+    """Reports an error of a parser for a flag without a value, as of a shell's unset variable."""
+    for name in (f"--{name}" for name in names):
+        if f"{name}=" in argv or (name, "") in itertools.pairwise(argv):
+            parser.error(f"{name} is empty; give it a value, or leave it out.")
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:

@@ -58,11 +58,13 @@ class Location:
         source: the file, or another origin.
         line: line in the file; 0 for other origins.
         is_own: whether the user wrote it; False for a file that came with a model.
+        path: of the file, as several may have the name `source`; None for other origins.
     """
 
     source: str
     line: int = 0
     is_own: bool = True
+    path: pathlib.Path | None = None
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}" if self.line else self.source
@@ -287,7 +289,7 @@ class _Reader:
             raise _too_many(where or name, f"{_MOST_FILES} files")
         is_own = (inside is None or inside.is_own) and not came_with_model(path)
         try:
-            parsed = _parse_text(_text(path), name=name, is_own=is_own)
+            parsed = _parse_text(_text(path), name=name, is_own=is_own, path=path)
             statements = tuple(itertools.islice(parsed, MOST_STATEMENTS + 1))
         except (SyntaxError, tokenize.TokenError, ValueError, RecursionError, MemoryError) as error:
             self.faults.append(f"{Location(name, _line(error))}: {_reason(error)}")
@@ -435,9 +437,11 @@ class _Parser(config_parser.ConfigParser):
         return found, value
 
 
-def _parse_text(text: str, *, name: str, is_own: bool = True) -> Iterator[Statement]:
+def _parse_text(
+    text: str, *, name: str, is_own: bool = True, path: pathlib.Path | None = None
+) -> Iterator[Statement]:
     for statement in _Parser(text, _Values()):
-        location = Location(name, statement.location.line_num, is_own)
+        location = Location(name, statement.location.line_num, is_own, path)
         if isinstance(statement, config_parser.ImportStatement):
             parsed: Statement = Import(
                 statement.format(), statement.module, statement.bound_name(), location

@@ -77,10 +77,10 @@ class Resolver:
     def __init__(self, imports: Iterable[Import]):
         self.faults: list[str] = []
         self._named: set[Target] = set()
-        self._by_file: dict[str, list[Import]] = {}
+        self._by_file: dict[pathlib.Path | None, list[Import]] = {}
         for statement in imports:
             if statement.module != gin_files.DYNAMIC_REGISTRATION:
-                self._by_file.setdefault(statement.location.source, []).append(statement)
+                self._by_file.setdefault(statement.location.path, []).append(statement)
 
     def setting(self, binding: Binding) -> Setting:
         value = self.value(binding.value, binding.location)
@@ -152,7 +152,7 @@ class Resolver:
 
     def _visible(self, location: Location) -> list[Import]:
         if location.line:
-            return self._by_file.get(location.source, [])
+            return self._by_file.get(location.path, [])
         return [s for group in self._by_file.values() for s in group]
 
 

@@ -52,8 +52,12 @@ def lower_is_better(metric: str) -> bool:
 
 
 def format_value(metric: str, value: float) -> str:
-    """Formats a value for display: losses with four decimals, others with four digits."""
-    return f"{value:.4f}" if lower_is_better(metric) else f"{value:.4g}"
+    """Formats a value for display: losses with four decimals, others with four digits.
+
+    So are losses of which four decimals would show nothing, or dozens of digits.
+    """
+    is_usual = not value or 1e-3 <= abs(value) < 1e6
+    return f"{value:.4f}" if lower_is_better(metric) and is_usual else f"{value:.4g}"
 
 
 def display_name(metric: str) -> str:

@@ -68,8 +68,9 @@ def read(study: Study, path: pathlib.Path) -> int:
         raise errors.UserError(
             f"--import_results={path} is not a file; give one written by --export_results."
         )
-    existing = {made.point.name: made for made in running.runs(study)}
-    taken, strange = [], []
+    existing = {made.point.name: made for made in running.states(study)}
+    taken: dict[pathlib.Path, tuple[Any, Any]] = {}  # Files of several machines may be joined.
+    strange = []
     for number, line in enumerate(_results(path), start=1):
         where = f"{path}, line {number}"
         result = _check(line, where)
@@ -83,8 +84,8 @@ def read(study: Study, path: pathlib.Path) -> int:
         running.check_settings(made.point, about, where=where)
         if about["status"] == "finished":
             running.check_metric(study.metric, records, where=where)
-        taken.append((made.folder, about, records))
-    for folder, about, records in taken:
+        taken[made.folder] = about, records
+    for folder, (about, records) in taken.items():
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_text(
             folder / METRICS_FILE, "".join(json.dumps(r) + "\n" for r in records)

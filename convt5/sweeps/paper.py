@@ -175,7 +175,7 @@ class Paper:
             that a study can start from the models of one before it.
         questions: the questions, in order.
         bench: flags of `python -m convt5.bench` for the `CostClaim`s, by name without dashes; a
-            list gives a flag several times, True gives it without a value.
+            list gives a flag several times, True gives it without a value, False leaves it out.
         bench_dir: folder of its records; measurements that it holds are not repeated.
         is_own: whether the user wrote it, or it came with a model. Whatever a gin file says.
     """

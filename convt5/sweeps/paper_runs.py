@@ -132,8 +132,8 @@ def _measure(paper: Paper, bench: Bench) -> None:
 
 
 def _flags(name: str, value: Any) -> list[str]:
-    if value is True:
-        return [f"--{name}"]
+    if isinstance(value, bool):
+        return [f"--{name}"] * value
     values = value if isinstance(value, list | tuple) else [value]
     return [f"--{name}={one}" for one in values]
 

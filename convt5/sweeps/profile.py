@@ -183,7 +183,10 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
     axes.set_xlabel(figures.text(study.word(study.over)))
     axes.set_ylabel(study.metric_axis(is_error=False))
     if study.perfect is not None and numeric:
-        axes.set_ylim(0, study.perfect * 1.03)
+        # A correlation can be below 0, and a percentage above a `perfect` of 1.
+        drawn = [each.dataLim for each in axes.get_shared_y_axes().get_siblings(axes)]
+        lowest, highest = min(each.y0 for each in drawn), max(each.y1 for each in drawn)
+        axes.set_ylim(1.03 * min(0.0, lowest), 1.03 * max(study.perfect, highest))
 
 
 def _beside(place: float, lines_away: float, places: Sequence[float], numeric: bool) -> float:

@@ -337,6 +337,8 @@ def gin_text(value: Any) -> str:
         return value
     if isinstance(value, list):
         return f"[{', '.join(map(gin_text, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(gin_text, value))}{',' if len(value) == 1 else ''})"
     return repr(value)
 
 

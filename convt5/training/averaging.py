@@ -117,8 +117,10 @@ def _update(
 
 
 def _interpolate(old: Array, new: Array, newest: Float[Array, ""]) -> Array:
-    # Not old + newest * (new - old): a weight of 1 must give the model itself, bit for bit.
-    return ((1 - newest) * old + newest * new).astype(old.dtype)
+    # Not old + newest * (new - old): a weight of 1 must give the model itself, bit for bit. Nor
+    # (1 - newest) * old + newest * new: rounded, the weights add up to less than 1, or to more,
+    # and the average of many updates is too small or large by that divided by `newest`.
+    return (new + (1 - newest) * (old - new)).astype(old.dtype)
 
 
 def _count_faults(**counts: tuple[int, int]) -> list[str]:

@@ -608,7 +608,8 @@ class Meter:
         self._add("_data_wait", data_wait)
         if all(math.isfinite(metrics.get(name, 0.0)) for name in _JUDGED):
             for name, value in metrics.items():
-                self._add(name, value)
+                if name not in _AS_LAST:
+                    self._add(name, value)
         else:
             # A skipped update must not enter the means.
             self._add("_left_out", 1)
