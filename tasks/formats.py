@@ -61,17 +61,13 @@ def keeps_inputs(preprocessor: Preprocessor) -> Preprocessor:
 
 def of(provider: seqio.Task | seqio.Mixture) -> tuple[TaskFormat, ...]:
     """Returns the format of a task, or of each task of a mixture."""
-    return tuple(
-        dataclasses.replace(
-            _inputs_of(task),
-            without_end=tuple(
-                name
-                for name in ("inputs", "targets")
-                if name in task.output_features and not task.output_features[name].add_eos
-            ),
-        )
-        for task in seqio.get_subtasks(provider)
-    )
+    return tuple(map(_of_task, seqio.get_subtasks(provider)))
+
+
+def _of_task(task: seqio.Task) -> TaskFormat:
+    ends = {name: feature.add_eos for name, feature in task.output_features.items()}
+    without_end = tuple(name for name in ("inputs", "targets") if not ends.get(name, True))
+    return dataclasses.replace(_inputs_of(task), without_end=without_end)
 
 
 def _inputs_of(task: seqio.Task) -> TaskFormat:

@@ -112,8 +112,8 @@ class CachedDataConfig:
                 raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
         kept = vocabulary_files.KeptVocabulary(kind, num_sentinels, model)
         add_eos = not any("inputs" in task.without_end for task in self.task_formats())
-        lengths = (self.encoder_length, self.decoder_length)
-        return vocabulary_files.KeptText(kept, kept, add_eos, *lengths)
+        text = vocabulary_files.KeptText(kept, kept, add_eos)
+        return text._replace(encoder_length=self.encoder_length, decoder_length=self.decoder_length)
 
     def task_formats(self) -> tuple[task_format.TaskFormat, ...]:
         """Returns the input formats of the tasks from which the cache was made."""

@@ -18,7 +18,6 @@ import ml_dtypes
 from etils import epath
 
 from convt5 import errors
-from convt5.errors.checks import MOST_STEPS
 from convt5.interchange import (
     hugging_face,
     loading,
@@ -158,20 +157,16 @@ def save_model(
             f"parameter {away[0]!r} is partly on other hosts; gather it first, with "
             "jax.experimental.multihost_utils.process_allgather."
         )
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if not 0 <= number < MOST_STEPS:
-        raise errors.UserError(
-            f"step={step!r} must be an integer of at least 0, and below {MOST_STEPS}."
-        )
+    with contextlib.suppress(TypeError):  # JSON holds no number of JAX or NumPy.
+        step = operator.index(step)
+    if fault := portable.step_fault(step):
+        raise errors.UserError(f"{fault}.")
     destination = check_destination(os.fspath(directory))
     text = None if vocabulary is None else _kept_text(vocabulary, config)
     with new_directory(destination) as folder:
         if text is not None:
             vocabulary_files.write(folder / vocabulary_files.FOLDER, text)
-        portable.write_model(folder, config, jax.device_get(params), step=number)
+        portable.write_model(folder, config, jax.device_get(params), step=step)
 
 
 def _kept_text(vocabulary: Any, config: Any) -> vocabulary_files.KeptText:

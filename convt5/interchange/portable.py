@@ -98,8 +98,8 @@ def _read_about(folder: pathlib.Path) -> dict[str, Any]:
     why = ""
     if form != FORMAT:
         why = f"format {errors.clip(form)}, this version reads {FORMAT}"
-    elif type(step) is not int or not 0 <= step < MOST_STEPS:
-        why = f"step={errors.clip(step)} must be an integer of at least 0, and below {MOST_STEPS}"
+    elif fault := step_fault(step):
+        why = fault
     elif not isinstance(normalisation, Mapping) or not all(
         name in NORMALISATION and normalises(value) for name, value in normalisation.items()
     ):
@@ -107,6 +107,13 @@ def _read_about(folder: pathlib.Path) -> dict[str, Any]:
     if why:
         raise foreign_files.unreadable(file, why, remedy)
     return about
+
+
+def step_fault(step: object) -> str:
+    """Returns why a value is no number of updates made; empty if it is one."""
+    if type(step) is int and 0 <= step < MOST_STEPS:
+        return ""
+    return f"step={errors.clip(step)} must be an integer of at least 0, and below {MOST_STEPS}"
 
 
 def normalises(value: Any) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 from etils import epath
 
 from convt5 import errors
-from convt5.errors.checks import MOST_STEPS
 from convt5.interchange import hugging_face, portable, safetensors_files
 from convt5.interchange.mapping import Imported, import_named
 from convt5.modeling.architecture import ConvT5Config
@@ -88,7 +87,7 @@ def read_description(path: str | pathlib.Path) -> tuple[ConvT5Config, int]:
     file = pathlib.Path(path) / hugging_face.CONFIG
     settings = foreign_files.read_json(file, remedy=_REMEDY)
     config, step = portable.revive(settings.get(KIND), where=str(file)), settings.get("step", 0)
-    if not isinstance(config, ConvT5Config) or type(step) is not int or not 0 <= step < MOST_STEPS:
+    if not isinstance(config, ConvT5Config) or portable.step_fault(step):
         why = f"step={errors.clip(step)}, or what it describes is no text model"
         raise foreign_files.unreadable(file, why, _REMEDY)
     return config, step
