@@ -5,6 +5,7 @@ the labels instead of generating one. Gin files call `paper_task` to read one of
 files, and `text_classification` for any other task, without writing Python.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.runtime import descriptions
 from convt5.runtime.local_files import InvalidUtf8
 from convt5.text import task_format
 
@@ -233,26 +235,11 @@ def paper_task(
     )
 
 
-def text_classification(
-    path: Path,
-    labels: Labels,
-    *,
-    text_field: str | Sequence[str] = "text",
-    label_field: str = "label",
-    prompt: str | None = None,
-    threshold: float | None = None,
-    columns: Sequence[str] | None = None,
-    layout: Layout | None = None,
-    vocabulary: seqio.Vocabulary | None = None,
-    validation_fraction: float = VALIDATION_FRACTION,
-    invalid_utf8: InvalidUtf8 = "refuse",
-    metric_fns: Sequence[metrics.LabelMetric] = (),
-    rank: bool = False,
-    name: str = "text_classification",
-) -> seqio.Task:
-    """Returns a classification task for the rows of local files: .jsonl, .tsv or .csv.
+@dataclasses.dataclass(frozen=True)
+class TextClassification:
+    """A classification task for the rows of local files: .jsonl, .tsv or .csv.
 
-    Args:
+    Attributes:
         path: a folder of files named after splits (train, dev or validation, test, others); a file
             or glob, which is "train"; or a mapping from splits to these. All may be compressed.
         labels: the labels to generate, or a mapping from labels in the file to these, where None
@@ -274,22 +261,63 @@ def text_classification(
         name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: there are no files, settings contradict each other, or the vocabulary cannot
+        UserError: `build` finds no files, settings contradict each other, or the vocabulary cannot
             tell or write the labels. Rows that miss a field or a label raise when they are read.
     """
-    parser = _parser(labels, text_field, label_field, threshold, name)
-    if prompt is None:
-        prompt = " ".join([name, *(f"{field}: {{{field}}}" for field in parser.text_fields)])
-    _check_fields(name, parser.text_fields, label_field, prompt)
-    read = {"validation_fraction": validation_fraction, "invalid_utf8": invalid_utf8}
-    source = TableSource(path, parser, columns=columns, layout=layout, **read)
-    written = {"prompt": prompt, "metric_fns": metric_fns, "rank": rank}
-    vocabulary = vocabulary or vocabularies.characters()
-    return classification_task(name, source, vocabulary, labels=parser.labels, **written)
+
+    path: Path
+    labels: Labels
+    _: dataclasses.KW_ONLY
+    text_field: str | Sequence[str] = "text"
+    label_field: str = "label"
+    prompt: str | None = None
+    threshold: float | None = None
+    columns: Sequence[str] | None = None
+    layout: Layout | None = None
+    vocabulary: seqio.Vocabulary | None = None
+    validation_fraction: float = VALIDATION_FRACTION
+    invalid_utf8: InvalidUtf8 = "refuse"
+    metric_fns: Sequence[metrics.LabelMetric] = ()
+    rank: bool = False
+    name: str = "text_classification"
+
+    def build(self) -> seqio.Task:
+        """Returns the task."""
+        fields = self.text_field
+        text_fields = [fields] if isinstance(fields, str) else list(fields)
+        names = _label_names(self.labels, self.name)
+        generated = list(dict.fromkeys(text for text in names.values() if text is not None))
+        _check_threshold(self.name, self.threshold, generated)
+        prompt = self.prompt
+        if prompt is None:
+            prompt = " ".join([self.name, *(f"{field}: {{{field}}}" for field in text_fields)])
+        _check_fields(self.name, text_fields, self.label_field, prompt)
+        source = TableSource(
+            self.path,
+            _Parser(text_fields, self.label_field, names, generated, self.threshold),
+            columns=self.columns,
+            layout=self.layout,
+            validation_fraction=self.validation_fraction,
+            invalid_utf8=self.invalid_utf8,
+        )
+        return classification_task(
+            self.name,
+            source,
+            self.vocabulary or vocabularies.characters(),
+            prompt=prompt,
+            labels=generated,
+            metric_fns=self.metric_fns,
+            rank=self.rank,
+        )
+
+
+text_classification = descriptions.function(
+    "text_classification", TextClassification, TextClassification.build
+)
 
 
 class _Parser(NamedTuple):
-    """Reads an example from a row of `text_classification`.
+    """Reads an example from a row of `TextClassification`.
 
     Attributes:
         text_fields, label_field, threshold: its settings.
@@ -311,20 +339,6 @@ class _Parser(NamedTuple):
         if label is None:
             return None
         return {**{field: row.text(field) for field in self.text_fields}, _TARGET: label}
-
-
-def _parser(
-    labels: Labels,
-    text_field: str | Sequence[str],
-    label_field: str,
-    threshold: float | None,
-    name: str,
-) -> _Parser:
-    text_fields = [text_field] if isinstance(text_field, str) else list(text_field)
-    names = _label_names(labels, name)
-    generated = list(dict.fromkeys(text for text in names.values() if text is not None))
-    _check_threshold(name, threshold, generated)
-    return _Parser(text_fields, label_field, names, generated, threshold)
 
 
 def _check_fields(name: str, text_fields: Sequence[str], label_field: str, prompt: str) -> None:

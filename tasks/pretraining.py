@@ -4,6 +4,7 @@ Importing this registers those without settings with seqio. Gin files call the f
 `train/data.DataConfig.mixture = @pretraining.text_span_corruption()`.
 """
 
+import dataclasses
 import functools
 import pydoc_data.topics
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import seqio
 
 from convt5 import errors
-from convt5.runtime import local_files
+from convt5.runtime import descriptions, local_files
 from convt5.runtime.local_files import InvalidUtf8
 
 from . import registration, vocabularies
@@ -70,23 +71,11 @@ def span_corruption_task(
     )
 
 
-def text_span_corruption(
-    path: str | Sequence[str],
-    vocabulary: seqio.Vocabulary | None = None,
-    *,
-    separator: Separator = "auto",
-    text_key: str = "text",
-    validation_path: str | Sequence[str] | None = None,
-    validation_fraction: float = 0.01,
-    noise_density: float = NOISE_DENSITY,
-    mean_span_length: float = MEAN_SPAN_LENGTH,
-    merge_documents: bool = True,
-    invalid_utf8: InvalidUtf8 = "refuse",
-    name: str = "text_span_corruption",
-) -> seqio.Task:
-    """Returns span corruption of local text: plain or .jsonl, .ndjson, .json, also .gz, .xz, .bz2.
+@dataclasses.dataclass(frozen=True)
+class TextSpanCorruption:
+    """Span corruption of local text: plain or .jsonl, .ndjson, .json, also .gz, .xz, .bz2.
 
-    Args:
+    Attributes:
         path: a path, glob or folder, or several.
         vocabulary: for instance from `vocabularies.sentencepiece`; None means bytes.
         separator: "line", "blank_line", or "auto", which examines the first file of `path`.
@@ -103,33 +92,60 @@ def text_span_corruption(
         name: name of the task; use the same one if you register it.
 
     Raises:
-        UserError: a path matches nothing, files belong to both, or a value is out of range.
+        UserError: `build` finds that a path matches nothing, files belong to both, or a value is
+            out of range.
     """
-    if not 0 <= validation_fraction <= 0.5:
-        raise errors.UserError(
-            f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.01 holds out one "
-            "document of a hundred."
+
+    path: str | Sequence[str]
+    vocabulary: seqio.Vocabulary | None = None
+    _: dataclasses.KW_ONLY
+    separator: Separator = "auto"
+    text_key: str = "text"
+    validation_path: str | Sequence[str] | None = None
+    validation_fraction: float = 0.01
+    noise_density: float = NOISE_DENSITY
+    mean_span_length: float = MEAN_SPAN_LENGTH
+    merge_documents: bool = True
+    invalid_utf8: InvalidUtf8 = "refuse"
+    name: str = "text_span_corruption"
+
+    def build(self) -> seqio.Task:
+        """Returns the task."""
+        if not 0 <= self.validation_fraction <= 0.5:
+            raise errors.UserError(
+                f"validation_fraction={self.validation_fraction} must be in [0, 0.5]; 0.01 holds "
+                "out one document of a hundred."
+            )
+        return span_corruption_task(
+            self.name,
+            TextFilesSource(self._splits()),
+            self.vocabulary or vocabularies.characters(),
+            noise_density=self.noise_density,
+            mean_span_length=self.mean_span_length,
+            merge_documents=self.merge_documents,
         )
-    files = functools.partial(
-        TextFiles, separator=separator, text_key=text_key, invalid_utf8=invalid_utf8
-    )
-    if validation_path is not None:
-        train, held_out = files(path=path), files(path=validation_path)
-        local_files.check_apart({"train": train.files(), "validation": held_out.files()})
-        splits = {"train": (train, "train"), "validation": (held_out.divided_like(train), "train")}
-    elif validation_fraction:
-        both = files(path=path, holdout_every=round(1 / validation_fraction))
-        splits = {"train": (both, "train"), "validation": (both, "validation")}
-    else:
-        splits = {"train": (files(path=path), "train")}
-    return span_corruption_task(
-        name,
-        TextFilesSource(splits),
-        vocabulary or vocabularies.characters(),
-        noise_density=noise_density,
-        mean_span_length=mean_span_length,
-        merge_documents=merge_documents,
-    )
+
+    def _splits(self) -> dict[str, tuple[TextFiles, str]]:
+        files = functools.partial(
+            TextFiles,
+            separator=self.separator,
+            text_key=self.text_key,
+            invalid_utf8=self.invalid_utf8,
+        )
+        if self.validation_path is not None:
+            train, held_out = files(path=self.path), files(path=self.validation_path)
+            local_files.check_apart({"train": train.files(), "validation": held_out.files()})
+            divided = held_out.divided_like(train)
+            return {"train": (train, "train"), "validation": (divided, "train")}
+        if self.validation_fraction:
+            both = files(path=self.path, holdout_every=round(1 / self.validation_fraction))
+            return {"train": (both, "train"), "validation": (both, "validation")}
+        return {"train": (files(path=self.path), "train")}
+
+
+text_span_corruption = descriptions.function(
+    "text_span_corruption", TextSpanCorruption, TextSpanCorruption.build
+)
 
 
 def c4_span_corruption(

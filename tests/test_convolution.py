@@ -852,6 +852,12 @@ def test_no_kernels_are_refused(kind):
         CONVOLUTIONS[kind](*draw(kind, heads=0, dtype=np.float32))
 
 
+@pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
+def test_a_misspelt_setting_is_named(kind):
+    with pytest.raises(TypeError, match=rf"{kind}_conv\(\) got .* keyword argument 'sofmax'"):
+        CONVOLUTIONS[kind](*draw(kind, dtype=np.float32), sofmax=False)
+
+
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
 @pytest.mark.parametrize("kind", ["lightweight", "dynamic"])
 def test_a_share_of_dropped_taps_that_is_none_is_refused(kind, rate):

@@ -787,6 +787,11 @@ def test_contradictory_requests_are_refused(unchecked, settings, message):
         decode(tiny_model(), source, **given)
 
 
+def test_a_misspelt_request_is_named():
+    with pytest.raises(TypeError, match=r"decode\(\) got .* keyword argument 'endid'"):
+        decode(tiny_model(), sources(), max_length=4, endid=2)
+
+
 def test_tokens_of_another_vocabulary_are_refused():
     source = sources()
     source[1, 2] = 99

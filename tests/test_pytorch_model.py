@@ -297,6 +297,17 @@ def test_every_preset_is_computed_by_transformers(name, transformers, tmp_path):
     assert_same_beams(config, theirs)
 
 
+def test_options_that_other_models_have_are_refused(transformers, tmp_path):
+    theirs = loaded(transformers, exported(tmp_path, tiny()))
+    ids = tensor([[3, 4, 1]])
+    given = {"input_ids": ids, "labels": ids}
+    assert theirs(**given, return_dict=True).loss == theirs(**given).loss
+    with pytest.raises(TypeError, match="output_attentions"):
+        theirs(**given, output_attentions=True)
+    # The Trainer gives losses their number of items where a model takes any option.
+    assert not theirs.accepts_loss_kwargs
+
+
 def test_the_pytorch_file_is_short_and_needs_nothing_of_ours():
     text = (ROOT / "convt5" / "interchange" / pytorch_model.CODE).read_text()
     assert text.count("\n") <= 500

@@ -7,7 +7,7 @@ Results do not depend on the padding, apart from rounding, which differs between
 import contextlib
 import functools
 import operator
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ __all__ = [
     "Sampling",
     "Scores",
     "SearchInputs",
+    "SpecialTokens",
     "Strategy",
     "bucket_size",
     "decode",
@@ -83,6 +84,20 @@ class Scores(NamedTuple):
     objectives: Float[HostOrDevice, "batch choices"]
 
 
+class SpecialTokens(TypedDict, total=False):
+    """How the first and the last token of a result are treated.
+
+    Attributes:
+        end_id: the token that ends a result, by default 1; with an id outside the vocabulary, only
+            limits end it.
+        hide_start_token: overrides the config, unless it is None (default). False decodes the
+            released models as the original does, which differs from the function that was trained.
+    """
+
+    end_id: int
+    hide_start_token: bool | None
+
+
 def decode(
     model: ConvT5,
     encoder_input_tokens: Int[HostOrDevice, "batch source"],
@@ -92,9 +107,8 @@ def decode(
     max_lengths: Int[HostOrDevice, " batch"] | None = None,
     prefix: Int[HostOrDevice, "batch prefix"] | None = None,
     key: Key[Array, "..."] | UInt32[Array, "... 2"] | None = None,
-    end_id: int = 1,
-    hide_start_token: bool | None = None,
     batch_sharding: jax.sharding.Sharding | None = None,
+    **special: Unpack[SpecialTokens],
 ) -> Found:
     """Decodes each source; the result of a row depends only on that row.
 
@@ -108,10 +122,8 @@ def decode(
             given, not predicted, and so not scored.
         key: for sampling, one key, of which row i uses fold_in(key, i), or one key per row. Accepts
             `jax.random.key` and the older `jax.random.PRNGKey`.
-        end_id: the token that ends a result; with an id outside the vocabulary, only limits end it.
-        hide_start_token: overrides the config. False decodes the released models as the original
-            does, which differs from the function that was trained.
         batch_sharding: spreads rows over devices; None follows the sharding of the model.
+        special: end_id and hide_start_token; see `SpecialTokens`.
 
     Returns:
         Host arrays with the rows of `encoder_input_tokens` and `max_length` positions.
@@ -121,9 +133,9 @@ def decode(
             dtypes of the arrays are wrong.
     """
     strategy = Greedy() if strategy is None else strategy
-    max_length, end_id = _integer("max_length", max_length), _integer("end_id", end_id)
-    end_id = end_id if 0 <= end_id < model.config.vocab_size else -1  # Of 32 bits.
-    _check_settings(strategy, max_length, hide_start_token)
+    max_length = _integer("max_length", max_length)
+    end_id, hide_start_token = _special_tokens(special, model.config.vocab_size)
+    _check_settings(strategy, max_length)
     sources = _array("decode", "encoder_input_tokens", encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
@@ -337,11 +349,17 @@ def _array(where: str, name: str, tokens: HostOrDevice) -> np.ndarray:
         ) from None
 
 
-def _check_settings(strategy: Strategy, max_length: int, hide_start_token: bool | None) -> None:
-    if not isinstance(hide_start_token, bool | np.bool_ | None):
-        raise errors.UserError(
-            f"decode: hide_start_token={hide_start_token!r} must be True, False or None."
-        )
+def _special_tokens(given: SpecialTokens, vocab_size: int) -> tuple[int, bool | None]:
+    """Returns end_id, or -1 outside the vocabulary, and hide_start_token of `decode`."""
+    for name in given.keys() - SpecialTokens.__annotations__.keys():
+        raise TypeError(f"decode() got an unexpected keyword argument {name!r}")
+    end_id, hide = _integer("end_id", given.get("end_id", 1)), given.get("hide_start_token")
+    if not isinstance(hide, bool | np.bool_ | None):
+        raise errors.UserError(f"decode: hide_start_token={hide!r} must be True, False or None.")
+    return end_id if 0 <= end_id < vocab_size else -1, hide  # An id of 32 bits.
+
+
+def _check_settings(strategy: Strategy, max_length: int) -> None:
     if not isinstance(strategy, Strategy):
         shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
         raise errors.UserError(

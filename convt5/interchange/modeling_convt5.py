@@ -162,8 +162,7 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor, along: Along) -> Tensor:
         y, *gated = (getattr(self, name)(x, along) for name in self.names)
         y = ACTIVATIONS[self.sizes.mlp.removeprefix("gated_")](y)
-        y = y * gated[0] if gated else y
-        return self.wo(dropout(y, self.sizes.dropout_rate, self))
+        return self.wo(dropout(y * gated[0] if gated else y, self.sizes.dropout_rate, self))
 
 
 class Attention(nn.Module):
@@ -325,8 +324,7 @@ def layer_settings(stack: dict, i: int, causal: bool) -> Settings:
     attention = [index % stack["num_layers"] for index in stack["attention_layers"]]
     lists = {k for k, v in stack.items() if isinstance(v, list)} - {"padding", "attention_layers"}
     own = {k: v[i] if k in lists else v for k, v in stack.items()}
-    kind = "attention" if i in attention else own["mixing"]
-    return Settings(kind=kind, causal=causal, **own)
+    return Settings(kind="attention" if i in attention else own["mixing"], causal=causal, **own)
 
 
 class Stack(nn.Module):
@@ -429,6 +427,7 @@ class ConvT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
     config_class = ConvT5Config
     base_model_prefix = ""
     _no_split_modules = ("Layer",)
+    accepts_loss_kwargs = False  # The options of `forward` are none of losses.
     _is_stateful = True  # Its past cannot be cut back, as assisted decoding would.
     _supports_default_dynamic_cache = classmethod(lambda cls: False)  # `forward` makes its own.
 
@@ -447,13 +446,15 @@ class ConvT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None, decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Output | None = None, past: DecoderCache | None = None,
-        labels: Tensor | None = None, use_cache: bool = False, return_dict: bool = True,
+        labels: Tensor | None = None, use_cache: bool = False, **options: bool,
     ) -> Output:  # fmt: skip
         """Returns logits, and the loss of labels [B, L] that are not -100, if there are some.
 
         Ids of 0 are padding of the source where no mask says otherwise. Decoder inputs, by default
         the labels shifted right, follow a past; `decoder_attention_mask` is of both.
         """
+        if options.keys() - {"return_dict"}:
+            raise TypeError(f"of its options, a convt5 model has return_dict; got {[*options]}.")
         encoded = encoder_outputs or self.encode(input_ids, attention_mask)
         ids, keys = decoder_input_ids, decoder_attention_mask
         ids = fn.pad(labels, (1, 0))[:, :-1].clamp(min=0) if ids is None else ids
@@ -482,10 +483,9 @@ class ConvT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
         return encoder
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values=None, **kwargs):
-        names = ("encoder_outputs", "attention_mask", "decoder_attention_mask", "use_cache")
+        own = ("encoder_outputs", "attention_mask", "decoder_attention_mask", "use_cache")
         ids = input_ids[:, past_key_values.length if past_key_values else 0 :]
-        kept = {name: kwargs.get(name) for name in names}
-        return {"decoder_input_ids": ids, "past": past_key_values, **kept}
+        return {"decoder_input_ids": ids, "past": past_key_values} | {n: kwargs.get(n) for n in own}
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         if outputs.past is not None:  # Beams reorder what has one name or, since 5.24, the other.

@@ -32,14 +32,14 @@ def partitioned(
 
         @functools.wraps(operator)
         def call(*arguments: P.args, **settings: P.kwargs) -> R:
-            given = signature.bind(*arguments, **settings).arguments
-            leaves, structure = jax.tree.flatten(given)
+            given = signature.bind(*arguments, **settings)
+            leaves, structure = jax.tree.flatten((given.args, given.kwargs))
             arrays = {n: a for n, a in enumerate(leaves) if isinstance(a, jax.Array)}
             meshes = [jax.typeof(a).sharding.mesh for a in arrays.values()]
             mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
             if mesh is None:
                 return operator(*arguments, **settings)
-            spec = jax.typeof(given[pattern]).sharding.spec
+            spec = jax.typeof(given.arguments[pattern]).sharding.spec
             sharding = NamedSharding(mesh, PartitionSpec(*spec[:num_axes]))
 
             @jax.jit
@@ -48,7 +48,8 @@ def partitioned(
             )
             def run(arrays):
                 whole = [arrays.get(n, a) for n, a in enumerate(leaves)]
-                return compute(**jax.tree.unflatten(structure, whole))
+                arguments, settings = jax.tree.unflatten(structure, whole)
+                return compute(*arguments, **settings)
 
             return run(arrays)
 
@@ -58,5 +59,5 @@ def partitioned(
 
 
 def _untyped(operator: Callable[..., R]) -> Callable[..., R]:
-    """Returns an operator that may be called with its arguments by name, for the type checker."""
+    """Returns an operator that may be called with any arguments, for the type checker."""
     return operator

@@ -7,8 +7,6 @@ batches and random numbers as if it had never stopped.
 import collections
 import contextlib
 import dataclasses
-import inspect
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,7 +23,7 @@ from convt5.data import data_shards as shards
 from convt5.data.protocols import DataConfig
 from convt5.errors import checks
 from convt5.modeling import sharding
-from convt5.runtime import amounts, determinism, stages
+from convt5.runtime import amounts, descriptions, determinism, stages
 from convt5.text import task_format, vocabulary_files
 from convt5.training import compilation, data_checks, run_directory, run_log
 from convt5.training import result as results
@@ -250,21 +248,8 @@ class TrainRun(StepConfig, Intervals):
             )
 
 
-def train(**settings: Any) -> Result:
-    """Starts or resumes a run, and returns its result.
-
-    Args:
-        settings: the fields of `TrainRun`, which gin binds as `trainer.train.FIELD`.
-
-    Raises:
-        UserError, TrainingError, Interrupted: as `TrainRun.train`.
-    """
-    return TrainRun(**settings).train()
-
-
-# Gin and the lists of settings read types, defaults and meanings from these attributes.
-vars(train).update(__signature__=inspect.signature(TrainRun), __wrapped__=TrainRun)
-train.__annotations__ = {**typing.get_type_hints(TrainRun), "return": Result}
+train = descriptions.function("train", TrainRun, TrainRun.train)
+"""Starts or resumes a run, and returns its result; gin binds `trainer.train.FIELD`."""
 
 
 class _Session:

@@ -1,14 +1,49 @@
 """Checks of the arguments of convolutions, before any of them is traced."""
 
 import operator
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from convt5.ops.geometry import Taps, pad_widths
 from convt5.ops.masking import check_axes, checked_flag, checked_segments
 
 Segments = Int[Array, "batch length"] | None
+
+
+class Normalization(TypedDict, total=False):
+    """How the weights of taps follow from their logits.
+
+    Attributes:
+        softmax: whether each kernel's logits are normalised over all taps (default), in at least
+            float32. A tap that reads zero keeps its weight, which is not redistributed. False uses
+            the logits directly as the weights.
+        tap_dropout_rate: probability of setting a normalised tap to zero, by default 0; the others
+            are scaled up to keep the mean (DropConnect of Wu et al. 2019, arXiv 1901.10430).
+        dropout_key: random key; None (default) means deterministic.
+    """
+
+    softmax: bool
+    tap_dropout_rate: float
+    dropout_key: PRNGKeyArray | None
+
+
+def checked_normalization(
+    where: str, given: Mapping[str, Any]
+) -> tuple[bool, float, PRNGKeyArray | None]:
+    """Returns softmax, rate and key of the function named `where`.
+
+    Raises:
+        ValueError: a value is out of range.
+        TypeError: a name is none of `Normalization`.
+    """
+    for name in given.keys() - Normalization.__annotations__.keys():
+        raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
+    rate = checked_rate(given.get("tap_dropout_rate", 0.0))
+    softmax = checked_flag("softmax", given.get("softmax", True))
+    return softmax, rate, given.get("dropout_key")
 
 
 def checked_depthwise(

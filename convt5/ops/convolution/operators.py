@@ -10,19 +10,20 @@ and their reach fits fast memory. Everything else is plain JAX.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
 from convt5.ops import dispatch
 from convt5.ops.convolution import cpu, gpu, reference, sharded
 from convt5.ops.convolution.checks import (
+    Normalization,
     Segments,
     check_arrays,
     checked_depthwise,
+    checked_normalization,
     checked_positions,
-    checked_rate,
     checked_taps,
     group_size,
 )
@@ -81,29 +82,25 @@ def lightweight_conv(
     padding: Padding = "CENTERED",
     segment_ids: Segments = None,
     taps_cross_segments: bool = False,
-    softmax: bool = True,
-    tap_dropout_rate: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
+    **normalization: Unpack[Normalization],
 ) -> Float[Array, "batch length embed"]:
     """Convolves groups of channels with shared, softmax-normalised kernels.
 
     Wu et al. 2019, arXiv 1901.10430, equation 4: channel c uses kernel floor(c * H / embed), of H
-    kernels. The softmax runs over all taps, in at least float32. A tap that reads zero keeps its
-    weight, which is not redistributed.
+    kernels.
+
     Args:
         x, dilation, padding, segment_ids, taps_cross_segments: as in `depthwise_conv`.
         kernel_logits: logits of the taps of each kernel; their number divides embed.
-        softmax: False uses `kernel_logits` directly as the weights.
-        tap_dropout_rate: probability of setting a normalised tap to zero; the others are scaled up
-            to keep the mean (DropConnect of Wu et al.). One mask for the whole batch.
-        dropout_key: random key; None means deterministic.
+        normalization: softmax, tap_dropout_rate and dropout_key; see `Normalization`. One dropout
+            mask serves the whole batch.
 
     Raises:
         ValueError: as in `depthwise_conv`, or the number of kernels does not divide embed, or
             tap_dropout_rate is outside [0, 1).
     """
     check_arrays(x, "kernel_logits", kernel_logits, "taps kernels")
-    rate, softmax = checked_rate(tap_dropout_rate), checked_flag("softmax", softmax)
+    softmax, rate, dropout_key = checked_normalization("lightweight_conv", normalization)
     segment_ids = checked_positions(x, segment_ids)
     taps = checked_taps(kernel_logits.shape[0], dilation, padding, taps_cross_segments)
     group = group_size(x, kernel_logits)
@@ -123,9 +120,7 @@ def dynamic_conv(
     padding: Padding = "CENTERED",
     segment_ids: Segments = None,
     taps_cross_segments: bool = False,
-    softmax: bool = True,
-    tap_dropout_rate: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
+    **normalization: Unpack[Normalization],
 ) -> Float[Array, "batch length embed"]:
     """Convolves groups of channels with a separate kernel for every output position.
 
@@ -135,14 +130,14 @@ def dynamic_conv(
     Args:
         x, dilation, padding, segment_ids, taps_cross_segments: as in `depthwise_conv`.
         kernel_logits: logits of the taps of each kernel at each output position.
-        softmax, tap_dropout_rate, dropout_key: as in `lightweight_conv`, with a separate dropout
-            mask for every position and kernel.
+        normalization: as in `lightweight_conv`, with a separate dropout mask for every position
+            and kernel.
 
     Raises:
         ValueError: as in `lightweight_conv`.
     """
     check_arrays(x, "kernel_logits", kernel_logits, "batch length taps kernels")
-    rate, softmax = checked_rate(tap_dropout_rate), checked_flag("softmax", softmax)
+    softmax, rate, dropout_key = checked_normalization("dynamic_conv", normalization)
     segment_ids = checked_positions(x, segment_ids, kernel_logits=kernel_logits)
     taps = checked_taps(kernel_logits.shape[2], dilation, padding, taps_cross_segments)
     group_size(x, kernel_logits)
