@@ -4,10 +4,7 @@ Each task is measured on a bounded number of its first source examples, so that 
 moment however large the data is. Totals are extrapolated if the source can count its examples.
 """
 
-import copy
 import dataclasses
-import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +14,7 @@ import tensorflow as tf
 
 from convt5 import errors
 from convt5.data import row_ends, task_blocks, task_sources
-from convt5.data.rows import RowLayout
+from convt5.data.rows import Ragged, RowLayout
 from convt5.tasks import vocabularies
 from convt5.text import sentinels
 
@@ -109,9 +106,8 @@ def check_reads(task: seqio.Task, config: Any) -> None:
     Raises:
         UserError: they cannot be read.
     """
-    lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
     try:
-        _read_sample(task, config, lengths, is_cached=config.is_cached(task))
+        _Sample(task, config)
     except (tf.errors.OpError, OSError) as error:
         raise errors.UserError(
             f"task {task.name!r}, split={config.split!r}: its first rows cannot be read: "
@@ -120,33 +116,32 @@ def check_reads(task: seqio.Task, config: Any) -> None:
 
 
 def _measure(task: seqio.Task, config: Any) -> TaskReport:
-    lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
-    is_cached = config.is_cached(task)
     try:
-        sample = _read_sample(task, config, lengths, is_cached=is_cached)
+        sample = _Sample(task, config)
     except tf.errors.OpError as error:
         raise errors.TrainingError(
             f"task {task.name!r}, split={config.split!r}: its data cannot be read: "
             f"{error.message.strip()}."
         ) from error
-    if not sample.examples:
+    if not sample.num_examples:
         raise errors.UserError(
             f"task {task.name!r}, split={config.split!r}, gives no example of its first "
             f"{sample.num_documents} source examples; check the data."
         )
-    documents = None if is_cached else task.num_input_examples(config.split)
-    if sample.is_whole:
-        documents = sample.num_documents
+    documents = None
+    if not config.is_cached(task):
+        is_whole = sample.is_whole
+        documents = sample.num_documents if is_whole else task.num_input_examples(config.split)
     times = (documents or 0) / max(sample.num_documents, 1)
-    ids = {name: [example[name] for example in sample.examples] for name in lengths}
-    sizes = {name: np.array([len(each) for each in ids[name]]) for name in lengths}
+    lengths, ids = sample.lengths, sample.ids
+    sizes = {name: sequences.lengths for name, sequences in ids.items()}
     row_sizes = {name: np.minimum(sizes[name], limit) for name, limit in lengths.items()}
     layout = RowLayout(config.encoder_length, config.decoder_length, config.pack)
     num_rows = len(layout.row_ends(sizes["inputs"], sizes["targets"]))
     padding = {name: 1 - row_sizes[name].sum() / (num_rows * lengths[name]) for name in lengths}
     cut = {name: float((sizes[name] > lengths[name]).mean()) for name in lengths}
-    targets = task.output_features["targets"].vocabulary
-    unknown = [vocabularies.has_unknown(targets, each.tolist()) for each in ids["targets"]]
+    unknown_id = vocabularies.unknown_id(task.output_features["targets"].vocabulary)
+    unknown = 0.0 if unknown_id is None else float(ids["targets"].holding(unknown_id).mean())
 
     def whole(value: float, *, is_known: bool = True) -> int | None:
         return round(value * times) if documents and is_known else None
@@ -158,84 +153,61 @@ def _measure(task: seqio.Task, config: Any) -> TaskReport:
         tokens=whole(sum(map(np.sum, sizes.values())), is_known=sample.has_all_examples),
         rows=whole(num_rows, is_known=sample.has_all_examples),
         measured_documents=sample.num_documents,
-        measured_rows=len(sample.examples),
+        measured_rows=sample.num_examples,
         **_ratios(task, ids),
         cut_inputs=cut["inputs"],
         cut_targets=cut["targets"],
-        unknown_targets=float(np.mean(unknown)),
+        unknown_targets=unknown,
         padding_inputs=float(padding["inputs"]),
         padding_targets=float(padding["targets"]),
     )
 
 
-def _read_sample(
-    task: seqio.Task, config: Any, lengths: Mapping[str, int], *, is_cached: bool
-) -> "_Sample":
-    """Reads a sample, without AutoGraph if possible, which takes most of the time of a start."""
-    read = functools.partial(_Sample, task, config, lengths, is_cached=is_cached)
-    try:
-        return tf.autograph.experimental.do_not_convert(read)()
-    except (errors.UserError, tf.errors.OpError, OSError):
-        raise
-    except Exception:  # Raised again with AutoGraph unless that was the reason.
-        return read()
-
-
 class _Sample:
-    """The first source examples of a task, and the examples made from them."""
+    """The first source examples of a task, and the examples that training makes of them."""
 
-    def __init__(
-        self, task: seqio.Task, config: Any, lengths: Mapping[str, int], *, is_cached: bool
-    ):
+    def __init__(self, task: seqio.Task, config: Any):
+        self.lengths = {"inputs": config.encoder_length, "targets": config.decoder_length}
         self.num_documents = self.num_bytes = 0
         self.is_whole = False
-        arguments = {"split": config.split, "shuffle": False}
-        sampled = row_ends.untruncated(task if is_cached else row_ends.without_cache(task))
-        if not is_cached:
-            task_sources.check_files(task, task.source, config.split)
-            source = task.source.get_dataset(**arguments, seed=config.seed)
-            self._count(source)
-            sampled = copy.copy(sampled)
-            sampled._source = copy.copy(task.source)
-            sampled._source.get_dataset = functools.partial(_first, source, self.num_documents)
-        dataset = sampled.get_dataset(
-            sequence_length=dict(lengths),
-            **arguments,
-            seed=config.seed,
-            num_epochs=1,
-            use_cached=is_cached,
-            trim_output_features=False,
-            try_in_mem_cache=False,
+        is_cached = config.is_cached(task)
+        source = task._get_cached_source(config.split) if is_cached else task.source
+        task_sources.check_files(task, source, config.split)
+        documents = source.get_dataset(split=config.split, shuffle=False, seed=config.seed)
+        self._count(documents)
+        first = documents.take(self.num_documents).map(_shorten)
+        # Traced once, for this report and for training.
+        preprocess = task_blocks.preprocessing(
+            task, first.element_spec, self.lengths, cached=is_cached
         )
-        dataset = dataset.with_options(task_blocks.options())
-        made = dataset.as_numpy_iterator()
-        features = task.output_features
-        self.examples = [
-            row_ends.end_example(example, features, {}, task=task.name)
-            for example in itertools.islice(made, _MOST_EXAMPLES)
-        ]
-        self.has_all_examples = next(made, None) is None
+        made = preprocess.sequences(first, config.seed)
+        total = len(made["inputs"].lengths)
+        self.num_examples = min(total, _MOST_EXAMPLES)
+        self.has_all_examples = self.num_examples == total
+        self.ids = {
+            name: row_ends.end_and_cut(made[name], feature)[0].part(0, self.num_examples)
+            for name, feature in task.output_features.items()
+            if name in made
+        }
 
-    def _count(self, source: tf.data.Dataset) -> None:
-        sizes = source.take(_MOST_DOCUMENTS + 1).map(_num_bytes)
-        for example in sizes.with_options(task_blocks.options()):
+    def _count(self, documents: tf.data.Dataset) -> None:
+        sizes = documents.take(_MOST_DOCUMENTS + 1).map(_num_bytes)
+        for size in sizes.with_options(task_blocks.options()):
             if self.num_documents == _MOST_DOCUMENTS or self.num_bytes > _MOST_BYTES:
                 return
             self.num_documents += 1
-            self.num_bytes += int(example)
+            self.num_bytes += int(size)
         self.is_whole = True
 
 
-def _first(source: tf.data.Dataset, count: int, *_: Any, **__: Any) -> tf.data.Dataset:
-    return source.take(count).map(_shorten)
-
-
+@tf.autograph.experimental.do_not_convert
 def _num_bytes(example: Any) -> tf.Tensor:
     values = [value for value in tf.nest.flatten(example) if value.dtype == tf.string]
     sizes = [tf.reduce_sum(tf.strings.length(value)) for value in values]
     return tf.add_n(sizes) if sizes else tf.constant(0)
 
 
+@tf.autograph.experimental.do_not_convert
 def _shorten(example: Any) -> Any:
     def shorten(value: Any) -> Any:
         is_text = isinstance(value, tf.Tensor) and value.dtype == tf.string
@@ -246,18 +218,18 @@ def _shorten(example: Any) -> Any:
     return shorten(example)
 
 
-def _ratios(task: seqio.Task, ids: Mapping[str, Sequence[np.ndarray]]) -> dict[str, float | None]:
+def _ratios(task: seqio.Task, ids: Mapping[str, Ragged]) -> dict[str, float | None]:
     """Returns the mean number of tokens per word, and of bytes of text per token."""
     num_tokens = num_words = 0
     num_bytes: int | None = 0
-    for name, rows in ids.items():
+    for name, sequences in ids.items():
         vocabulary = task.output_features[name].vocabulary
         sizes = vocabularies.token_bytes(vocabulary)
         if sizes is None:
             return {"tokens_per_word": None, "bytes_per_token": None}
         marks = {*sentinels.never_text(vocabulary), 0, vocabulary.eos_id}
-        for row in rows:
-            text = [i for i in row.tolist() if i not in marks]
+        for tokens in np.split(sequences.values, sequences.offsets[1:-1]):
+            text = [token for token in tokens.tolist() if token not in marks]
             num_tokens += len(text)
             num_bytes += int(sizes[text].sum())
             num_words += len(vocabulary.decode(text).split())

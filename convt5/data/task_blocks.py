@@ -97,9 +97,7 @@ class TaskBlocks:
         self._block_bytes = max(_LEAST_BYTES, longest)
         opened = self._open(0)
         self._windows = _Windows(self._open, opened)
-        self._preprocess = _preprocessing(
-            task, opened.element_spec, tuple(sorted(lengths.items())), cached
-        )
+        self._preprocess = preprocessing(task, opened.element_spec, lengths, cached=cached)
 
     def make(self, place: BlockPlace) -> Block:
         """Reads and makes a block, which is the same wherever it is made.
@@ -246,18 +244,29 @@ def _shared_preprocessing(
 ):
     """Returns the preprocessing shared by all shards and splits of a task, traced once."""
     del spec
-    return _Preprocessing(task, dict(lengths), cached)
+    return Preprocessing(task, dict(lengths), cached)
 
 
-def _preprocessing(
-    task: seqio.Task, spec: Any, lengths: tuple[tuple[str, int], ...], cached: bool
-) -> "_Preprocessing":
-    preprocessing = _shared_preprocessing(task, repr(spec), lengths, cached)
-    preprocessing.trace(spec)
-    return preprocessing
+def preprocessing(
+    task: seqio.Task, spec: Any, lengths: Mapping[str, int], *, cached: bool
+) -> "Preprocessing":
+    """Returns the preprocessing of a task for source examples of an element spec.
+
+    Args:
+        task: any seqio task.
+        spec: the element spec.
+        lengths: tokens of "inputs" and "targets".
+        cached: whether the examples come from seqio's cache.
+
+    Raises:
+        UserError: a preprocessor raised it.
+    """
+    shared = _shared_preprocessing(task, repr(spec), tuple(sorted(lengths.items())), cached)
+    shared.trace(spec)
+    return shared
 
 
-class _Preprocessing:
+class Preprocessing:
     """The preprocessors of a task as one function of source examples and a seed."""
 
     def __init__(self, task: seqio.Task, lengths: Mapping[str, int], cached: bool):
@@ -294,6 +303,22 @@ class _Preprocessing:
 
     def __call__(self, examples: tf.data.Dataset, seed: int) -> Examples:
         """Preprocesses a block; threads that call this at the same time run side by side."""
+        features = self._task.output_features
+        (inputs, cut_inputs), (targets, cut_targets) = (
+            row_ends.end_and_cut(sequences, features[name], self._lengths[name])
+            for name, sequences in self.sequences(examples, seed).items()
+        )
+        unknown = np.zeros(targets.lengths.shape, bool)
+        if self._unknown_id is not None:
+            unknown = targets.holding(self._unknown_id)
+        return Examples(inputs, targets, np.stack([cut_inputs, cut_targets, unknown], axis=1))
+
+    def sequences(self, examples: tf.data.Dataset, seed: int) -> dict[str, Ragged]:
+        """Returns "inputs" and "targets" of a block as the preprocessors make them.
+
+        Raises:
+            UserError: an id is not in its vocabulary.
+        """
         if self._function is not None:
             try:
                 pipeline = self._idle.pop()
@@ -305,19 +330,11 @@ class _Preprocessing:
             with _globally_seeded(seed):
                 built = self._build(examples, seed=seed).with_options(options(in_order=True))
                 batches = list(_gather(built))
-        (inputs, cut_inputs), (targets, cut_targets) = (
-            self._ended(name, _concatenated([batch[name] for batch in batches]))
-            for name in FEATURES
-        )
-        unknown = np.zeros(targets.lengths.shape, bool)
-        if self._unknown_id is not None:
-            unknown = targets.holding(self._unknown_id)
-        return Examples(inputs, targets, np.stack([cut_inputs, cut_targets, unknown], axis=1))
-
-    def _ended(self, name: str, sequences: Ragged) -> tuple[Ragged, np.ndarray]:
-        feature = self._task.output_features[name]
-        row_ends.check_ids(sequences, feature, name=name, task=self._task.name)
-        return row_ends.end_and_cut(sequences, feature, self._lengths[name])
+        made = {name: _concatenated([batch[name] for batch in batches]) for name in FEATURES}
+        for name, sequences in made.items():
+            feature = self._task.output_features[name]
+            row_ends.check_ids(sequences, feature, name=name, task=self._task.name)
+        return made
 
     def _gathered(self, examples: tf.data.Dataset, seed: tf.Tensor) -> tf.data.Dataset:
         with _random_numbers_from(seed):
