@@ -13,6 +13,7 @@ from quick import quick
 from convt5 import data, errors
 from convt5.data import counts, data_report
 from convt5.data.counts import Counts
+from convt5.evaluation import task_data
 
 TEXTS = ["the cat sat", "on the mat", "the dog lay on the log", "vim"] * 3
 
@@ -160,6 +161,41 @@ def test_a_task_without_an_example_is_an_error():
     )
     with pytest.raises(errors.UserError, match="task 'nothing', split='train', gives no example"):
         data_report.measure(config(nothing))
+
+
+def test_functions_that_need_autograph_are_read_too():
+    def cut(tokens, most):
+        if tf.size(tokens) > most:
+            tokens = tokens[:most]
+        return tokens
+
+    @seqio.map_over_dataset
+    def cut_tokens(example):
+        tokens = cut(example["inputs"], 3)
+        return {"inputs": tokens, "targets": tokens}
+
+    def read(split, shuffle_files, seed=None):
+        texts = tf.data.Dataset.from_tensor_slices([["a", "b"], ["c", "d"]])
+        return texts.map(lambda words: {"inputs": tf.strings.reduce_join(cut(words, 1)) + "yz"})
+
+    feature = seqio.Feature(vocabularies.characters(), add_eos=False)
+    task = seqio.Task(
+        "cut",
+        source=seqio.FunctionDataSource(read, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[seqio.preprocessors.tokenize, cut_tokens],
+    )
+    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=4, decoder_length=4)
+    (report,) = data_report.measure(config)
+    assert report.tokens == 2 * (3 + 3)
+    lengths = {"inputs": 4, "targets": 4}
+    measured = task_data.read_examples(task, "train", lengths=lengths)
+    letters = ["".join(map(chr, example["targets"] - 3)) for example in measured]
+    assert letters == ["ayz", "cyz"]
+    (batch,) = dataclasses.replace(config, num_epochs=1).build(process_index=0, process_count=1)
+    assert sorted(batch["decoder_target_tokens"][:, :3].tolist()) == [
+        [ord(letter) + 3 for letter in text] for text in letters
+    ]
 
 
 def test_steps_that_need_autograph_are_measured_too():

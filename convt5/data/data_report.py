@@ -173,7 +173,8 @@ class _Sample:
         is_cached = config.is_cached(task)
         source = task._get_cached_source(config.split) if is_cached else task.source
         task_sources.check_files(task, source, config.split)
-        documents = source.get_dataset(split=config.split, shuffle=False, seed=config.seed)
+        settings = {"split": config.split, "shuffle": False, "seed": config.seed}
+        documents = task_sources.without_autograph(lambda: source.get_dataset(**settings))
         self._count(documents)
         first = documents.take(self.num_documents).map(_shorten)
         # Traced once, for this report and for training.

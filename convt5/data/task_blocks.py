@@ -143,8 +143,9 @@ class TaskBlocks:
             is_cut = len(source.list_shards(self._split)) >= share.num_shards
             of_source = share if is_cut else None
         with _building:
-            dataset = source.get_dataset(
-                split=self._split, shuffle=self._shuffle, seed=seed, shard_info=of_source
+            settings = {"split": self._split, "shuffle": self._shuffle, "seed": seed}
+            dataset = task_sources.without_autograph(
+                lambda: source.get_dataset(**settings, shard_info=of_source)
             )
             if share and of_source is None:
                 dataset = dataset.shard(share.num_shards, share.index)

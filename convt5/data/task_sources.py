@@ -5,8 +5,8 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import seqio
 import tensorflow as tf
@@ -16,6 +16,21 @@ from convt5.runtime import local_files
 from convt5.tasks import sources, tables
 
 _CACHED_SPLIT = re.compile(r"info\.(.+)\.json")
+
+Built = TypeVar("Built")
+
+
+def without_autograph(build: Callable[[], Built]) -> Built:
+    """Returns `build()`, without AutoGraph if possible, which takes most of the time of a start.
+
+    Functions with statements that only AutoGraph can trace raise errors without it.
+    """
+    try:
+        return tf.autograph.experimental.do_not_convert(build)()
+    except (errors.UserError, tf.errors.OpError, OSError):
+        raise
+    except Exception:  # Raised again with AutoGraph unless that was the reason.
+        return build()
 
 
 def use_caches(folders: str | Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """The examples of a seqio task for evaluation: complete, in order, each once."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -185,7 +186,8 @@ def _open(
     if not is_cached:
         task_sources.check_files(task, task.source, split)
         task = row_ends.without_cache(task)
-    dataset = row_ends.untruncated(task).get_dataset(
+    read = functools.partial(
+        row_ends.untruncated(task).get_dataset,
         sequence_length=lengths,
         split=split,
         use_cached=is_cached,
@@ -194,7 +196,7 @@ def _open(
         num_epochs=1,
         try_in_mem_cache=False,
     )
-    return dataset.with_options(task_blocks.options())
+    return task_sources.without_autograph(read).with_options(task_blocks.options())
 
 
 def _check_targets(examples: Iterable[Example], task: str, split: str) -> None:
