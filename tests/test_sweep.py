@@ -665,6 +665,27 @@ def test_a_metric_that_a_finished_run_lacks_is_no_divergence(tmp_path):
         ({"perfect": None}, "metric='validation/accuracy' is better when higher"),
         ({"perfect": None, "metric": "task/bleu"}, "metric='task/bleu' is better when higher"),
         ({"metric": "validation/loss"}, "metric='validation/loss' is better when lower"),
+        (
+            {"bindings": {"trainer.train.seed": 7}},
+            r"bindings\['trainer.train.seed'\]=7 would have no effect, as seeds gives every run its "
+            "own; leave it out, and set sweeps.Study.seeds",
+        ),
+        ({"bindings": {"SEED": 7}, "seed_name": "SEED"}, r"\['SEED'\]=7 would have no effect"),
+        (
+            {"grids": [Grid(axes={"model": {"P": {"convt5.training.trainer.train.seed": 7}}})]},
+            r"axes\['model'\]\['P'\]\['convt5.training.trainer.train.seed'\]=7 would have no effect",
+        ),
+        (
+            {"bindings": {"trainer.train.run_dir": "here"}},
+            "run_dir.*'here' would have no effect, as output_dir",
+        ),
+        (
+            {
+                "grids": [Grid(axes={"model": {"P": {"trainer.train.init_from": None}}})],
+                "first_stage": {"NUM_STEPS": 2},
+            },
+            "init_from.*None would have no effect, as first_stage",
+        ),
     ],
 )
 def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
@@ -676,6 +697,22 @@ def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
 def test_grids_that_cannot_be_are_named(axes):
     with pytest.raises(UserError, match="axes"):
         Grid(axes=axes)
+
+
+def test_values_of_an_axis_that_a_later_one_would_replace_are_named():
+    with pytest.raises(UserError, match=r"\['P'\]\['PEAK'\]=3 would replace .* 'PEAK' before it"):
+        Grid(axes={"PEAK": [1, 2], "model": {"P": {"PEAK": 3}}})
+    assert Grid(axes={"model": {"P": {"PEAK": 3}}, "PEAK": [1, 2]}).values("PEAK")  # For all of it.
+
+
+def test_a_run_is_known_whether_its_study_states_a_macro_or_its_value(tmp_path):
+    stated = study(tmp_path, bindings={"NUM_STEPS": 4, "schedule.Cosine.total_steps": 4})
+    running.run_all(stated, launch=Trainer())
+    named = {"NUM_STEPS": 4, "schedule.Cosine.total_steps": "%NUM_STEPS"}
+    assert all(made.is_done for made in running.states(study(tmp_path, bindings=named)))
+    for other in (named | {"NUM_STEPS": 5}, named | {"schedule.Cosine.total_steps": "%PEAK"}):
+        with pytest.raises(UserError, match="other settings"):
+            running.states(study(tmp_path, bindings=other))
 
 
 @pytest.mark.parametrize(
@@ -743,6 +780,19 @@ def test_every_study_of_the_package_can_be_made(name, request, capsys, tmp_path)
     arguments = [f"--gin_file={name}", f"--gin.OUTPUT_DIR={tmp_path}", "--dry_run", *required]
     assert sweep.main(arguments) == 0
     assert "0 of them made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["pretraining", "pretraining_budget", "pretraining_rates"])
+def test_the_schedule_of_a_study_ends_with_the_steps_that_an_axis_gives(name):
+    axes = {"NUM_STEPS": [700], "model": {"t5": {"schedule.Cosine.peak": 0.1}}}
+    bindings = ["CACHE=c", f"sweeps.Grid.axes={axes}", "sweeps.Study.pairing=None"]
+    bindings += ["sweeps.Study.rows=['model']", "sweeps.Study.versus=None", "sweeps.Study.over=None"]
+    (point,) = reading.read([f"gin/studies/{name}.gin"], bindings).points()
+    files = [ROOT / file for file in (*point.gin_files, "gin/models/t5_tiny.gin")]
+    run = equal_cost.train_run(
+        tuple(map(str, files)), (*point.bindings, "RUN_DIR=r"), (), point.is_own
+    )
+    assert run.num_steps == run.schedule.total_steps == 700
 
 
 def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_path):

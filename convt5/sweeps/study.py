@@ -23,6 +23,9 @@ Values = Mapping[str, Any]
 
 SEED = "seed"
 
+_RUN_DIR = "trainer.train.run_dir"
+_STARTS = ("trainer.train.init_from", "initialization.InitFrom.path")
+
 _MOST_BYTES = 255  # Longest file name on nearly every file system.
 
 
@@ -82,6 +85,15 @@ class Grid:
         if SEED in self.axes:
             faults.append(f"axes has {SEED!r}; give seeds to the Study.")
         errors.raise_all(faults, where="Grid")
+        axes = list(self.axes)
+        faults = [
+            f"{place}={value!r} would replace the values of the axis {name!r} before it; put that "
+            f"axis after {axis!r}, or leave one of the two out."
+            for axis in axes
+            for place, name, value in self._settings_of(axis)
+            if name in axes[: axes.index(axis)]
+        ]
+        errors.raise_all(faults, where="Grid")
 
     def values(self, axis: str) -> dict[str, Any]:
         """Returns the values of an axis by their labels."""
@@ -89,6 +101,19 @@ class Grid:
         if isinstance(values, Mapping):
             return {str(label): value for label, value in values.items()}
         return {str(value): value for value in values}
+
+    def settings(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields what the values of all axes set: where it stands, its name and its value."""
+        for axis in self.axes:
+            yield from self._settings_of(axis)
+
+    def _settings_of(self, axis: str) -> Iterator[tuple[str, str, Any]]:
+        for label, value in self.values(axis).items():
+            place = f"axes[{axis!r}][{label!r}]"
+            if isinstance(value, Mapping):
+                yield from ((f"{place}[{name!r}]", name, one) for name, one in value.items())
+            else:
+                yield place, axis, value
 
     def combinations(self) -> Iterator[dict[str, str]]:
         """Yields a label for each axis, the last axis changing fastest."""
@@ -199,7 +224,8 @@ class Study:
                 f"over={self.over!r} must be none of rows={list(self.rows)}; name another axis"
                 f"{_or_none('over')}."
             )
-        errors.raise_all([*faults, *self._metric_faults()], where="Study")
+        faults += [*self._metric_faults(), *self._replaced_settings()]
+        errors.raise_all(faults, where="Study")
         names = [point.name for point in self._unpaired()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -222,6 +248,16 @@ class Study:
                 f"{self.metric!r} is better when higher, as its name has no word such as loss or "
                 "error; set sweeps.Study.perfect to its best value, 100 for a percentage."
             )
+
+    def _replaced_settings(self) -> Iterator[str]:
+        """Yields settings that the study would replace by its own in every run."""
+        made = {self.seed_name: "seeds", _RUN_DIR: "output_dir"}
+        starts = dict.fromkeys(_STARTS, "first_stage") if self.first_stage else {}
+        given = [(f"bindings[{name!r}]", name, value) for name, value in self.bindings.items()]
+        for place, name, value in [*given, *(s for grid in self.grids for s in grid.settings())]:
+            yield from _replaced(place, name, value, made | starts)
+        for name, value in self.first_stage.items():
+            yield from _replaced(f"first_stage[{name!r}]", name, value, {_RUN_DIR: "output_dir"})
 
     @property
     def folder(self) -> pathlib.Path:
@@ -340,6 +376,24 @@ def gin_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(gin_text, value))}{',' if len(value) == 1 else ''})"
     return repr(value)
+
+
+def _replaced(place: str, name: str, value: Any, made: Mapping[str, str]) -> Iterator[str]:
+    """Yields what to do about a setting, where it is one of those that a study makes itself.
+
+    Args:
+        place: where the setting stands.
+        name: of the setting.
+        value: of the setting.
+        made: by their names, the fields of the study that the others follow from.
+    """
+    for other, field in made.items():
+        # Names of parameters may have more of their module before them.
+        if name == other or ("." in other and name.endswith(f".{other}")):
+            yield (
+                f"{place}={value!r} would have no effect, as {field} gives every run its own; "
+                f"leave it out, and set sweeps.Study.{field}."
+            )
 
 
 def _or_none(name: str) -> str:
