@@ -4,9 +4,12 @@ Lines differ in style and marker as well as in colour, so that they are told apa
 that see fewer colours, and where they coincide. The suffix of a file chooses its format.
 """
 
+import functools
+import logging
 import math
 import os
 import pathlib
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,12 +44,15 @@ def figure_class(what: str) -> Any:
     """
     try:
         # Deferred: matplotlib is optional, and slow to import.
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise errors.UserError(
             f"{what} needs the package matplotlib, which is not installed (tables are written); "
             "pip install 'convt5[plot]', or uv run --extra plot ..."
         ) from error
+    # Otherwise it tells of its caches and fonts on standard error.
+    logging.getLogger(matplotlib.__name__).setLevel(logging.ERROR)
     return Figure
 
 
@@ -85,6 +91,7 @@ def save(figure: Any, path: pathlib.Path) -> None:
     dated = {".svg": "Date", ".pdf": "CreationDate", ".ps": "CreationDate"}.get(path.suffix.lower())
     # Type 42: journals refuse the fonts that are the default.
     fonts: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}
+    _add_fonts(figure)
     with matplotlib.rc_context(fonts), atomic_files.replacing(path) as partial:
         try:
             figure.savefig(
@@ -127,10 +134,63 @@ def style(number: int, *, points: int = 1, joined: bool = True) -> dict[str, Any
 def text(label: str) -> str:
     """Returns a label as Matplotlib shows it letter by letter.
 
-    A dollar begins a formula there, and a first underscore hides a line.
+    A dollar begins a formula there, a first underscore hides a line, and a letter that no installed
+    font has is a box; it is escaped.
     """
     label = errors.printable(label).replace("$", r"\$")
+    label = "".join(c if c == "\n" or _family(c) else _escaped(c) for c in label)
     return f" {label}" if label.startswith("_") else label
+
+
+def _add_fonts(figure: Any) -> None:
+    """Gives all texts of a figure the fonts of their letters, after their own."""
+    # In the order of `_fonts`: a letter has one font, whatever else was drawn.
+    used = {_fonts()[0][0], *_families.values()}
+    fonts = [name for name in dict.fromkeys(name for name, _ in _fonts()) if name in used][1:]
+    if not fonts:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        figure.draw_without_rendering()  # Makes the labels of axes.
+    for shown in figure.findobj(lambda artist: hasattr(artist, "set_fontfamily")):
+        shown.set_fontfamily([*shown.get_fontfamily(), *fonts])
+
+
+_families: dict[str, str | None] = {}
+
+
+def _family(letter: str) -> str | None:
+    """Returns an installed font that shows a letter, the default one if it does; None without."""
+    if letter not in _families:
+        found = (name for name, path in _fonts() if _shows(path, letter))
+        _families[letter] = next(found, None)
+    return _families[letter]
+
+
+@functools.cache
+def _fonts() -> list[tuple[str, str]]:
+    """Returns names and files of the installed fonts that can be scaled, the default one first."""
+    from matplotlib import font_manager  # An extra.
+
+    default = font_manager.FontProperties().get_name()
+    # Its fallback shows a box for each letter.
+    entries = [f for f in font_manager.fontManager.ttflist if "LastResort" not in f.fname]
+    entries.sort(key=lambda f: (f.name != default, "Sans" not in f.name, f.name, f.fname))
+    return [(f.name, f.fname) for f in entries if (f.style, f.weight) == ("normal", 400)]
+
+
+def _shows(path: str, letter: str) -> bool:
+    from matplotlib import ft2font  # An extra.
+
+    try:
+        font = ft2font.FT2Font(path)
+        return bool(font.scalable and font.get_char_index(ord(letter)))
+    except (OSError, RuntimeError):  # Removed since, or of a form that cannot be drawn.
+        return False
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
 
 
 def name_values(axis: Any, values: Iterable[float]) -> None:
