@@ -795,6 +795,22 @@ def test_the_schedule_of_a_study_ends_with_the_steps_that_an_axis_gives(name):
     assert run.num_steps == run.schedule.total_steps == 700
 
 
+@pytest.mark.parametrize("over", [None, "schedule.Cosine.peak"])
+def test_values_near_the_largest_float_count_as_diverged(tmp_path, over):
+    axes = {"schedule.Cosine.peak": [1e308, 1.7e308], "model": {"P": "p.gin", "C": "c.gin"}}
+    loss = {"metric": "validation/loss", "perfect": None, "over": over}
+    huge = study(tmp_path, grids=[Grid(axes=axes)], **loss)
+
+    def train(arguments, log):
+        value = 1.7e308 if "--gin_file=p.gin" in arguments else 2.0
+        record = {"step": 2, "validation/loss": value}
+        log.with_name("metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return 0
+
+    assert running.run_all(huge, launch=train) == 8
+    assert "diverged" in report.write(huge)
+
+
 def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_path):
     axes = {
         "schedule.Cosine.peak": [0.1, 0.4],

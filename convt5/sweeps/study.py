@@ -6,7 +6,6 @@ nothing heavy.
 
 import dataclasses
 import hashlib
-import math
 import os
 import pathlib
 import re
@@ -22,6 +21,9 @@ from convt5.sweeps.equal_cost import Pairing
 Values = Mapping[str, Any]
 
 SEED = "seed"
+
+GREATEST = 1e300
+"""What is as large counts as infinite: sums of a few such numbers, and plots, overflow."""
 
 _RUN_DIR = "trainer.train.run_dir"
 _STARTS = ("trainer.train.init_from", "initialization.InitFrom.path")
@@ -279,7 +281,7 @@ class Study:
             values = [float(label) for grid in self.grids for label in grid.values(axis)]
         except ValueError:
             return False
-        return all(0 < value < math.inf for value in values)
+        return all(0 < value < GREATEST for value in values)
 
     def word(self, name: str) -> str:
         """Returns an axis or a value as figures name it: by `names`, or its last words."""
