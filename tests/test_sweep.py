@@ -288,6 +288,20 @@ def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
     assert not any(made.is_done for made in running.states(third))
 
 
+def test_results_replace_no_run_that_was_started_and_need_a_folder_that_can_be_written(tmp_path):
+    running.run_all(study(tmp_path / "a"), launch=Trainer())
+    assert archive.write(study(tmp_path / "a"), tmp_path / "results.jsonl") == 8
+    here = study(tmp_path / "b")
+    begun = running.states(here)[0].folder  # Its status was removed, or lost.
+    (begun / "checkpoints" / "50").mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text('{"step": 50}\n')
+    assert archive.read(here, tmp_path / "results.jsonl") == 7
+    assert (begun / "metrics.jsonl").read_text() == '{"step": 50}\n'
+    (tmp_path / "c").write_text("a file")
+    with pytest.raises(UserError, match=r"output_dir=.*/c' cannot be written \(Not a directory\)"):
+        archive.read(study(tmp_path / "c"), tmp_path / "results.jsonl")
+
+
 def test_results_that_are_of_no_run_of_the_study_are_named(tmp_path, capsys):
     file = tmp_path / "study.jsonl"
     here = study(tmp_path / "here")
