@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from convt5 import errors
@@ -44,7 +44,6 @@ def figure_class(what: str) -> Any:
     """
     try:
         # Deferred: matplotlib is optional, and slow to import.
-        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise errors.UserError(
@@ -52,7 +51,7 @@ def figure_class(what: str) -> Any:
             "pip install 'convt5[plot]', or uv run --extra plot ..."
         ) from error
     # Otherwise it tells of its caches and fonts on standard error.
-    logging.getLogger(matplotlib.__name__).setLevel(logging.ERROR)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     return Figure
 
 
@@ -162,28 +161,27 @@ _families: dict[str, str | None] = {}
 def _family(letter: str) -> str | None:
     """Returns an installed font that shows a letter, the default one if it does; None without."""
     if letter not in _families:
-        found = (name for name, path in _fonts() if _shows(path, letter))
+        found = (name for name, open_font in _fonts() if _shows(open_font, letter))
         _families[letter] = next(found, None)
     return _families[letter]
 
 
 @functools.cache
-def _fonts() -> list[tuple[str, str]]:
-    """Returns names and files of the installed fonts that can be scaled, the default one first."""
-    from matplotlib import font_manager  # An extra.
+def _fonts() -> list[tuple[str, Callable[[], Any]]]:
+    """Returns the names of installed fonts and what opens them, the default one first."""
+    from matplotlib import font_manager, ft2font  # An extra.
 
     default = font_manager.FontProperties().get_name()
     # Its fallback shows a box for each letter.
     entries = [f for f in font_manager.fontManager.ttflist if "LastResort" not in f.fname]
     entries.sort(key=lambda f: (f.name != default, "Sans" not in f.name, f.name, f.fname))
-    return [(f.name, f.fname) for f in entries if (f.style, f.weight) == ("normal", 400)]
+    plain = (f for f in entries if (f.style, f.weight) == ("normal", 400))
+    return [(f.name, functools.partial(ft2font.FT2Font, f.fname)) for f in plain]
 
 
-def _shows(path: str, letter: str) -> bool:
-    from matplotlib import ft2font  # An extra.
-
+def _shows(open_font: Callable[[], Any], letter: str) -> bool:
     try:
-        font = ft2font.FT2Font(path)
+        font = open_font()
         return bool(font.scalable and font.get_char_index(ord(letter)))
     except (OSError, RuntimeError):  # Removed since, or of a form that cannot be drawn.
         return False
@@ -200,7 +198,7 @@ def name_values(axis: Any, values: Iterable[float]) -> None:
         axis.set_ticks(distinct, [f"{value:,g}" for value in distinct])
     else:
         axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axis.set_minor_locator(_no_ticks())
+    axis.minorticks_off()
 
 
 def log_values(axes: Any, values: Sequence[float], *, which: str = "y") -> None:
@@ -228,16 +226,10 @@ def log_values(axes: Any, values: Sequence[float], *, which: str = "y") -> None:
             ticker.SymmetricalLogLocator(base=10, linthresh=least, subs=list(subs))
         )
     axis.set_major_formatter(lambda value, _: short_number(value))
-    axis.set_minor_locator(_no_ticks())
+    axis.minorticks_off()
 
 
 def tidy(axes: Any) -> None:
     """Draws a light grid, and no frame above and to the right."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _no_ticks() -> Any:
-    from matplotlib import ticker  # An extra.
-
-    return ticker.NullLocator()
