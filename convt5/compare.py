@@ -321,7 +321,7 @@ def plot(
         figures.tidy(axes)
     if all(run.spent is None for run in runs):
         by_time.text(0.5, 0.5, "not recorded", ha="center", transform=by_time.transAxes)
-    by_step.set_ylabel(metric_names.axis(metric))
+    by_step.set_ylabel(figures.text(metric_names.axis(metric)))
     _leave_out_the_start(by_step, runs, metric)
     figure.legend(
         by_time.get_lines(),

@@ -13,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import pathlib
 import shutil
 import tempfile
@@ -24,12 +25,13 @@ import tensorflow as tf
 from absl import logging
 
 from convt5 import errors
-from convt5.runtime import folders, foreign_files, local_files
+from convt5.runtime import atomic_files, file_locks, folders, foreign_files, local_files
 
 Separator = Literal["auto", "line", "blank_line"]
 
 _FORMAT = 4
 _ABOUT_FILE = "about.json"
+_UNFINISHED = "unfinished-"
 _NUM_SHARDS = 64
 _SHARD_BYTES = 2**20
 _BLOCK_BYTES = 256 * 2**20
@@ -96,6 +98,7 @@ class TextFiles:
                 stored.
         """
         folder = self._folder
+        atomic_files.remove_abandoned(folder.parent, f"{_UNFINISHED}*")
         try:
             if not _is_whole(folder):
                 self._store(folder)
@@ -177,18 +180,20 @@ class TextFiles:
     def _store(self, folder: pathlib.Path) -> None:
         logging.info("convt5 stores the text of %s once in %s", self.path, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = pathlib.Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder.parent))
+        unfinished = pathlib.Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=folder.parent))
+        held = os.open(unfinished, os.O_RDONLY)
         try:
+            file_locks.lock(held)  # Until then it is too young to be removed.
             self._write(unfinished)
-            if not _is_whole(folder):
-                shutil.rmtree(folder, ignore_errors=True)
             try:
                 unfinished.rename(folder)
             except OSError:
                 if not _is_whole(folder):  # Otherwise another process has stored the same.
-                    raise
+                    shutil.rmtree(folder, ignore_errors=True)
+                    unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+            os.close(held)
 
     def _write(self, folder: pathlib.Path) -> None:
         writers = {split: _ShardWriter(folder / split) for split in ("train", "validation")}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convt5.runtime import bars
+from convt5.runtime.progress import Progress
 
 FACTS = ["loss 3.2101", "objective 3.4567", "token accuracy 24.31", "32.1k tokens/s"]
 SHOWN = {
@@ -46,6 +47,14 @@ def test_nothing_is_cut_and_nothing_is_wider_than_the_terminal(
     whole = re.split(r" {2,}", re.sub(r"\|.*\|", "|", bars.line(10**4, **given_)).strip())
     parts = re.split(r" {2,}", re.sub(r"\|.*\|", "|", text).strip())
     assert set(parts) - {""} <= set(whole)
+
+
+def test_more_than_was_expected_is_the_whole():
+    assert bars.line(60, done=7, total=5, rate=1.0) == bars.line(60, done=7, total=7, rate=1.0)
+    out = io.StringIO()
+    shown = Progress(5, out=out, seconds_between_lines=0)
+    shown(7)
+    assert "7/7 (100%)" in out.getvalue()
 
 
 def test_the_bar_keeps_its_place_and_length_while_numbers_grow():

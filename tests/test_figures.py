@@ -64,6 +64,39 @@ def test_a_label_is_shown_letter_by_letter():
     assert "\x1b" not in figures.text("\x1b[31m")
 
 
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_letter_that_no_font_has_is_escaped_and_no_warning_shown(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(figures, "_families", {})
+    (default, file), *_ = figures._fonts()
+    monkeypatch.setattr(figures, "_fonts", lambda: [(default, file)])
+    assert figures.text("Größe, \u0434 \u8bc4\U0001f92f\n") == "Größe, \u0434 \\u8bc4\\U0001f92f\n"
+    drawn = axes()
+    drawn.set_title(figures.text("\u8bc4\u4ef7"))  # Warnings are errors.
+    figures.save(drawn.figure, tmp_path / f"picture{suffix}")
+    assert (tmp_path / f"picture{suffix}").stat().st_size > 1000
+
+
+def test_a_letter_of_another_font_is_drawn_without_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "_families", {})
+    letter = "\u1d15"  # Of those that come with Matplotlib, only serif fonts have it.
+    drawn = axes()
+    drawn.set_xticks([1, 2], [figures.text(letter), "b"])
+    drawn.set_ylabel(figures.text(f"{letter}, %"))
+    assert drawn.get_ylabel() == f"{letter}, %"
+    figures.save(drawn.figure, tmp_path / "picture.png")  # Warnings are errors.
+    assert set(figures._families.values()) == {"DejaVu Sans", "DejaVu Serif"}
+
+
+def test_a_letter_has_the_first_installed_font_that_shows_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "_families", {})
+    (default, _), *_ = figures._fonts()
+    fonts = [(default, "plain"), ("Other", "wide"), ("Third", "wide")]
+    monkeypatch.setattr(figures, "_fonts", lambda: fonts)
+    monkeypatch.setattr(figures, "_shows", lambda path, letter: path == "wide" or letter < "\x80")
+    assert figures.text("a\u8bc4") == "a\u8bc4"
+    assert figures._families == {"a": default, "\u8bc4": "Other"}
+
+
 @pytest.mark.parametrize("suffix", ["svg", ".nothing", ""])
 def test_a_suffix_of_no_format_is_refused(suffix):
     with pytest.raises(UserError, match="must end in one of"):

@@ -212,6 +212,20 @@ def test_what_a_kill_leaves_half_written_is_removed_by_the_next_start(tmp_path):
         assert (left.exists(), other.exists()) == (False, True)
 
 
+def test_what_a_kill_leaves_half_written_beside_other_files_is_removed_by_later_writes(tmp_path):
+    left, young, other = (tmp_path / f".{n}.partial" for n in ("0a" * 8, "1b" * 8, "my"))
+    link = tmp_path / f".{'2c' * 8}.partial"
+    link.symlink_to(other)
+    with atomic_files.replacing(tmp_path / "first") as held:
+        for path in (left, young, other, held):
+            path.write_text("half")
+        for path in (left, other, held):
+            os.utime(path, (10**9, 10**9))
+        atomic_files.replace_text(tmp_path / "second", "whole")
+        assert {*tmp_path.iterdir()} == {young, other, link, held, tmp_path / "second"}
+    assert (tmp_path / "first").read_text() == "half"
+
+
 def write_half(path):
     with atomic_files.replacing(path) as partial:
         partial.write_text("half")

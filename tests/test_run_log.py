@@ -211,6 +211,16 @@ def test_plain_lines_show_step_loss_speed_and_time_left(clock):
     )
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_of_more_steps_than_it_is_to_have_shows_those(clock, terminal):
+    out = io.StringIO()
+    out.isatty = lambda: terminal
+    progress = run_log.Progress(num_steps=10, first_step=20, out=out)
+    progress.record(20, {"loss": 3.25, "seconds_per_step": 2, "validation/loss": 3.0})
+    assert ("|  20/20" if terminal else "step 20/20 (100%)") in out.getvalue()
+    assert "10" not in out.getvalue().replace("100%", "")
+
+
 def test_what_is_minimised_is_shown_where_it_is_not_the_loss(clock):
     out = io.StringIO()
     progress = run_log.Progress(num_steps=2, first_step=0, out=out)

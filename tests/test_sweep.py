@@ -288,6 +288,20 @@ def test_results_go_on_on_another_machine_and_report_the_same(tmp_path):
     assert not any(made.is_done for made in running.states(third))
 
 
+def test_results_replace_no_run_that_was_started_and_need_a_folder_that_can_be_written(tmp_path):
+    running.run_all(study(tmp_path / "a"), launch=Trainer())
+    assert archive.write(study(tmp_path / "a"), tmp_path / "results.jsonl") == 8
+    here = study(tmp_path / "b")
+    begun = running.states(here)[0].folder  # Its status was removed, or lost.
+    (begun / "checkpoints" / "50").mkdir(parents=True)
+    (begun / "metrics.jsonl").write_text('{"step": 50}\n')
+    assert archive.read(here, tmp_path / "results.jsonl") == 7
+    assert (begun / "metrics.jsonl").read_text() == '{"step": 50}\n'
+    (tmp_path / "c").write_text("a file")
+    with pytest.raises(UserError, match=r"output_dir=.*/c' cannot be written \(Not a directory\)"):
+        archive.read(study(tmp_path / "c"), tmp_path / "results.jsonl")
+
+
 def test_results_that_are_of_no_run_of_the_study_are_named(tmp_path, capsys):
     file = tmp_path / "study.jsonl"
     here = study(tmp_path / "here")
@@ -665,6 +679,27 @@ def test_a_metric_that_a_finished_run_lacks_is_no_divergence(tmp_path):
         ({"perfect": None}, "metric='validation/accuracy' is better when higher"),
         ({"perfect": None, "metric": "task/bleu"}, "metric='task/bleu' is better when higher"),
         ({"metric": "validation/loss"}, "metric='validation/loss' is better when lower"),
+        (
+            {"bindings": {"trainer.train.seed": 7}},
+            r"bindings\['trainer.train.seed'\]=7 would have no effect, as seeds gives every run "
+            "its own; leave it out, and set sweeps.Study.seeds",
+        ),
+        ({"bindings": {"SEED": 7}, "seed_name": "SEED"}, r"\['SEED'\]=7 would have no effect"),
+        (
+            {"grids": [Grid(axes={"model": {"P": {"convt5.training.trainer.train.seed": 7}}})]},
+            r"\['model'\]\['P'\]\['convt5.training.trainer.train.seed'\]=7 would have no effect",
+        ),
+        (
+            {"bindings": {"trainer.train.run_dir": "here"}},
+            "run_dir.*'here' would have no effect, as output_dir",
+        ),
+        (
+            {
+                "grids": [Grid(axes={"model": {"P": {"trainer.train.init_from": None}}})],
+                "first_stage": {"NUM_STEPS": 2},
+            },
+            "init_from.*None would have no effect, as first_stage",
+        ),
     ],
 )
 def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
@@ -676,6 +711,22 @@ def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
 def test_grids_that_cannot_be_are_named(axes):
     with pytest.raises(UserError, match="axes"):
         Grid(axes=axes)
+
+
+def test_values_of_an_axis_that_a_later_one_would_replace_are_named():
+    with pytest.raises(UserError, match=r"\['P'\]\['PEAK'\]=3 would replace .* 'PEAK' before it"):
+        Grid(axes={"PEAK": [1, 2], "model": {"P": {"PEAK": 3}}})
+    assert Grid(axes={"model": {"P": {"PEAK": 3}}, "PEAK": [1, 2]}).values("PEAK")  # For all of it.
+
+
+def test_a_run_is_known_whether_its_study_states_a_macro_or_its_value(tmp_path):
+    stated = study(tmp_path, bindings={"NUM_STEPS": 4, "schedule.Cosine.total_steps": 4})
+    running.run_all(stated, launch=Trainer())
+    named = {"NUM_STEPS": 4, "schedule.Cosine.total_steps": "%NUM_STEPS"}
+    assert all(made.is_done for made in running.states(study(tmp_path, bindings=named)))
+    for other in (named | {"NUM_STEPS": 5}, named | {"schedule.Cosine.total_steps": "%PEAK"}):
+        with pytest.raises(UserError, match="other settings"):
+            running.states(study(tmp_path, bindings=other))
 
 
 @pytest.mark.parametrize(
@@ -743,6 +794,35 @@ def test_every_study_of_the_package_can_be_made(name, request, capsys, tmp_path)
     arguments = [f"--gin_file={name}", f"--gin.OUTPUT_DIR={tmp_path}", "--dry_run", *required]
     assert sweep.main(arguments) == 0
     assert "0 of them made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["pretraining", "pretraining_budget", "pretraining_rates"])
+def test_the_schedule_of_a_study_ends_with_the_steps_that_an_axis_gives(name):
+    axes = {"NUM_STEPS": [700], "model": {"t5": {"schedule.Cosine.peak": 0.1}}}
+    bindings = ["CACHE=c", f"sweeps.Grid.axes={axes}", "sweeps.Study.pairing=None"]
+    bindings += ["sweeps.Study.rows=['model']", "sweeps.Study.versus=None"]
+    (point,) = reading.read([f"gin/studies/{name}.gin"], bindings).points()
+    files = [ROOT / file for file in (*point.gin_files, "gin/models/t5_tiny.gin")]
+    run = equal_cost.train_run(
+        tuple(map(str, files)), (*point.bindings, "RUN_DIR=r"), (), point.is_own
+    )
+    assert run.num_steps == run.schedule.total_steps == 700
+
+
+@pytest.mark.parametrize("over", [None, "schedule.Cosine.peak"])
+def test_values_near_the_largest_float_count_as_diverged(tmp_path, over):
+    axes = {"schedule.Cosine.peak": [1e308, 1.7e308], "model": {"P": "p.gin", "C": "c.gin"}}
+    loss = {"metric": "validation/loss", "perfect": None, "over": over}
+    huge = study(tmp_path, grids=[Grid(axes=axes)], **loss)
+
+    def train(arguments, log):
+        value = 1.7e308 if "--gin_file=p.gin" in arguments else 2.0
+        record = {"step": 2, "validation/loss": value}
+        log.with_name("metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return 0
+
+    assert running.run_all(huge, launch=train) == 8
+    assert "diverged" in report.write(huge)
 
 
 def test_a_report_holds_distributions_best_settings_differences_and_steps(tmp_path):

@@ -17,7 +17,7 @@ from convt5.tasks.text_files import TextFiles
 
 from convt5 import errors
 from convt5.evaluation import inputs, task_data
-from convt5.runtime import folders, local_files
+from convt5.runtime import atomic_files, file_locks, folders, local_files
 
 PARAGRAPHS = "First line.\nIts second line.\n\n\nOther document.\n \nThird.\n"
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -216,6 +216,36 @@ def test_an_interrupted_store_leaves_nothing_that_counts(tmp_path, cache):
         with pytest.raises(errors.UserError, match="line 2"):
             TextFiles(path=path).stored()
     assert list((cache / "convt5" / "text").iterdir()) == []
+
+
+def test_what_a_kill_left_of_storing_is_removed_by_a_later_run(tmp_path, cache, monkeypatch):
+    text = cache / "convt5" / "text"
+    left, young, held = (text / f"unfinished-{name}" for name in ("left", "young", "held"))
+    for folder in (left, young, held):
+        folder.mkdir(parents=True)
+        (folder / "train-00000.tfrecord").write_bytes(b"half")
+    for path in (left, held, *left.iterdir(), *held.iterdir()):
+        os.utime(path, (10**9, 10**9))
+    files = TextFiles(path=write(tmp_path / "text.txt", "one\ntwo"))
+    lock = os.open(held, os.O_RDONLY)
+    assert file_locks.lock(lock)
+    first = files.stored()
+    assert {path.name for path in text.glob("unfinished-*")} == {young.name, held.name}
+    os.close(lock)
+    assert files.stored() == first
+    assert list(text.glob("unfinished-*")) == [young]
+    # While a process writes, however slow it is, its folder stays.
+    write_all = TextFiles._write
+
+    def write_slowly(files, folder):
+        write_all(files, folder)
+        for path in (folder, *folder.iterdir()):
+            os.utime(path, (10**9, 10**9))
+        atomic_files.remove_abandoned(folder.parent, "unfinished-*")
+
+    monkeypatch.setattr(TextFiles, "_write", write_slowly)
+    write(tmp_path / "text.txt", "one\ntwo\nthree")
+    assert len(read(TextFiles(path=tmp_path / "text.txt").stored()["train"])) == 3
 
 
 def test_a_path_that_matches_nothing_is_named_with_its_neighbours(tmp_path):

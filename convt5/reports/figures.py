@@ -4,10 +4,13 @@ Lines differ in style and marker as well as in colour, so that they are told apa
 that see fewer colours, and where they coincide. The suffix of a file chooses its format.
 """
 
+import functools
+import logging
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from convt5 import errors
@@ -47,6 +50,8 @@ def figure_class(what: str) -> Any:
             f"{what} needs the package matplotlib, which is not installed (tables are written); "
             "pip install 'convt5[plot]', or uv run --extra plot ..."
         ) from error
+    # Otherwise it tells of its caches and fonts on standard error.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     return Figure
 
 
@@ -85,6 +90,7 @@ def save(figure: Any, path: pathlib.Path) -> None:
     dated = {".svg": "Date", ".pdf": "CreationDate", ".ps": "CreationDate"}.get(path.suffix.lower())
     # Type 42: journals refuse the fonts that are the default.
     fonts: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.hashsalt": "convt5"}
+    _add_fonts(figure)
     with matplotlib.rc_context(fonts), atomic_files.replacing(path) as partial:
         try:
             figure.savefig(
@@ -127,10 +133,62 @@ def style(number: int, *, points: int = 1, joined: bool = True) -> dict[str, Any
 def text(label: str) -> str:
     """Returns a label as Matplotlib shows it letter by letter.
 
-    A dollar begins a formula there, and a first underscore hides a line.
+    A dollar begins a formula there, a first underscore hides a line, and a letter that no installed
+    font has is a box; it is escaped.
     """
     label = errors.printable(label).replace("$", r"\$")
+    label = "".join(c if c == "\n" or _family(c) else _escaped(c) for c in label)
     return f" {label}" if label.startswith("_") else label
+
+
+def _add_fonts(figure: Any) -> None:
+    """Gives all texts of a figure the fonts of their letters, after their own."""
+    # In the order of `_fonts`: a letter has one font, whatever else was drawn.
+    used = {_fonts()[0][0], *_families.values()}
+    fonts = [name for name in dict.fromkeys(name for name, _ in _fonts()) if name in used][1:]
+    if not fonts:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        figure.draw_without_rendering()  # Makes the labels of axes.
+    for shown in figure.findobj(lambda artist: hasattr(artist, "set_fontfamily")):
+        shown.set_fontfamily([*shown.get_fontfamily(), *fonts])
+
+
+_families: dict[str, str | None] = {}
+
+
+def _family(letter: str) -> str | None:
+    """Returns an installed font that shows a letter, the default one if it does; None without."""
+    if letter not in _families:
+        found = (name for name, open_font in _fonts() if _shows(open_font, letter))
+        _families[letter] = next(found, None)
+    return _families[letter]
+
+
+@functools.cache
+def _fonts() -> list[tuple[str, Callable[[], Any]]]:
+    """Returns the names of installed fonts and what opens them, the default one first."""
+    from matplotlib import font_manager, ft2font  # An extra.
+
+    default = font_manager.FontProperties().get_name()
+    # Its fallback shows a box for each letter.
+    entries = [f for f in font_manager.fontManager.ttflist if "LastResort" not in f.fname]
+    entries.sort(key=lambda f: (f.name != default, "Sans" not in f.name, f.name, f.fname))
+    plain = (f for f in entries if (f.style, f.weight) == ("normal", 400))
+    return [(f.name, functools.partial(ft2font.FT2Font, f.fname)) for f in plain]
+
+
+def _shows(open_font: Callable[[], Any], letter: str) -> bool:
+    try:
+        font = open_font()
+        return bool(font.scalable and font.get_char_index(ord(letter)))
+    except (OSError, RuntimeError):  # Removed since, or of a form that cannot be drawn.
+        return False
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
 
 
 def name_values(axis: Any, values: Iterable[float]) -> None:
@@ -140,7 +198,7 @@ def name_values(axis: Any, values: Iterable[float]) -> None:
         axis.set_ticks(distinct, [f"{value:,g}" for value in distinct])
     else:
         axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axis.set_minor_locator(_no_ticks())
+    axis.minorticks_off()
 
 
 def log_values(axes: Any, values: Sequence[float], *, which: str = "y") -> None:
@@ -168,16 +226,10 @@ def log_values(axes: Any, values: Sequence[float], *, which: str = "y") -> None:
             ticker.SymmetricalLogLocator(base=10, linthresh=least, subs=list(subs))
         )
     axis.set_major_formatter(lambda value, _: short_number(value))
-    axis.set_minor_locator(_no_ticks())
+    axis.minorticks_off()
 
 
 def tidy(axes: Any) -> None:
     """Draws a light grid, and no frame above and to the right."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _no_ticks() -> Any:
-    from matplotlib import ticker  # An extra.
-
-    return ticker.NullLocator()

@@ -6,15 +6,22 @@ import hashlib
 import os
 import pathlib
 import secrets
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 
 from etils import epath
 
+from convt5.runtime import file_locks
+
 AnyPath = pathlib.Path | epath.Path
 
 _PARTIAL = ".partial"
+_PARTIALS = f".{'[0-9a-f]' * 16}{_PARTIAL}"
+_SECONDS_HELD = 3600.0
+"""What changed later may belong to a live process on a file system without locks."""
 _LONG_NAME = 200
 """Longest file name in bytes that still allows a suffix on every file system."""
 
@@ -39,20 +46,24 @@ def replacing(path: AnyPath) -> Iterator[AnyPath]:
     """Yields a temporary file, which replaces `path` on success.
 
     If `path` is a link, the link is replaced, not its target. The temporary file is in the same
-    folder, with an unpredictable name; after a kill, `remove_left_overs` deletes it.
+    folder, with an unpredictable name; after a kill, a later call for that folder deletes it.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}{_PARTIAL}")
     if is_remote(path):
         yield partial
         partial.replace(path)
         return
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    remove_abandoned(path.parent, _PARTIALS)
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
+        file_locks.lock(file)
         yield partial
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(file)
 
 
 def replace_text(path: AnyPath, text: str) -> None:
@@ -72,8 +83,34 @@ def check_replaceable(path: pathlib.Path) -> None:
 
 def remove_left_overs(folder: AnyPath) -> None:
     """Removes temporary files of killed processes from a folder that no other process writes."""
-    for path in pathlib.Path(folder).glob(f".{'[0-9a-f]' * 16}{_PARTIAL}"):
+    for path in pathlib.Path(folder).glob(_PARTIALS):
         path.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: AnyPath, pattern: str) -> None:
+    """Removes what killed processes left unfinished in a folder that others may write now.
+
+    Kept is what a process has locked, and what was changed lately. Nothing is raised: others may
+    remove the same, or own it.
+
+    Args:
+        folder: a local folder.
+        pattern: of the names of unfinished files and folders, which their processes lock.
+    """
+    for path in pathlib.Path(folder).glob(pattern):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if time.time() - _last_change(path) > _SECONDS_HELD and file_locks.lock(file):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            finally:
+                os.close(file)
+
+
+def _last_change(path: pathlib.Path) -> float:
+    """Returns when a file, or a folder or one of its files, was last changed."""
+    inside = path.iterdir() if path.is_dir() else ()
+    return max(each.lstat().st_mtime for each in (path, *inside))
 
 
 def unfinished(folder: pathlib.Path, ending: str) -> pathlib.Path:

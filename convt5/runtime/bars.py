@@ -45,7 +45,8 @@ def line(
         rate: units per second; None if unknown.
         facts: facts such as "loss 3.2101", the most important first.
     """
-    share = None if total is None else min(1.0, done / max(total, 1))
+    total = None if total is None else max(total, done)  # There may be more than was expected.
+    share = None if total is None else done / max(total, 1)
     percent = "" if share is None else f"{int(100 * share):3d}%"
     count = f"{done:,} {unit}s" if total is None else f"{done:>{len(str(total))}}/{total}"
     left = "" if rate is None or total is None else f"{duration((total - done) / rate)} left"

@@ -68,6 +68,7 @@ class Progress:
         speed = f"{short_number(rate)} examples/s"
         if total is None:
             return f"{self._label}{done} examples  {speed}"
+        total = max(total, done)  # There may be more than was expected.
         seconds_left = (total - done) / rate if rate else math.inf
         share = f"{100 * done / max(total, 1):.0f}%"
         return (

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from scipy import special
 
 from convt5.sweeps.running import StudyRun, check_metric, states, values_of
-from convt5.sweeps.study import SEED, Study
+from convt5.sweeps.study import GREATEST, SEED, Study
 from convt5.training.run_log import read_metrics
 
 Labels = Mapping[str, str]
@@ -231,9 +231,9 @@ def metric(study: Study, error: float) -> float:
 
 
 def error(study: Study, value: float) -> float:
-    """Returns the error of a value of the metric; infinite if it is not finite."""
+    """Returns the error of a value of the metric; infinite if no mean of such values is finite."""
     found = value if study.perfect is None else study.perfect - value
-    return found if math.isfinite(found) else math.inf
+    return found if abs(found) < GREATEST else math.inf
 
 
 def _mean_curve(runs: Sequence[Result]) -> tuple[tuple[int, float], ...]:

@@ -17,6 +17,9 @@ from convt5.sweeps import running
 from convt5.sweeps.study import Study
 from convt5.training.run_log import METRICS_FILE, read_metrics, read_records, record_fault
 
+_CHECKPOINTS = "checkpoints"
+"""Folder of a run that was started here, whether or not its status is known."""
+
 _KEYS = ("run", "about", "records")
 
 
@@ -77,7 +80,7 @@ def read(study: Study, path: pathlib.Path) -> int:
         made = existing.get(result["run"])
         if made is None:
             strange.append(result["run"])
-        if made is None or made.status is not None:
+        if made is None or made.status is not None or (made.folder / _CHECKPOINTS).exists():
             continue
         where = f"{where}: the run {result['run']}"
         about, records = result["about"], result["records"]
@@ -85,12 +88,16 @@ def read(study: Study, path: pathlib.Path) -> int:
         if about["status"] == "finished":
             running.check_metric(study.metric, records, where=where)
         taken[made.folder] = about, records
-    for folder, (about, records) in taken.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace_text(
-            folder / METRICS_FILE, "".join(json.dumps(r) + "\n" for r in records)
-        )
-        running.write_about(folder, about)
+    try:
+        for folder, (about, records) in taken.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            text = "".join(json.dumps(record) + "\n" for record in records)
+            atomic_files.replace_text(folder / METRICS_FILE, text)
+            running.write_about(folder, about)
+    except OSError as error:
+        raise errors.UserError(
+            f"output_dir={study.output_dir!r} cannot be written ({error.strerror}); choose another."
+        ) from error
     if strange:
         shown = "; ".join(errors.abbreviate(strange, limit=3))
         text = f"{path}: left out {len(strange)} runs that are not of this study: {shown}"

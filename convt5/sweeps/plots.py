@@ -119,7 +119,7 @@ def _distributions(study: Study, axes: Any, lines: Mapping[str, Sequence[Result]
         style = figures.style(number) | {"marker": ""}
         axes.step(x, y, where="post", label=f"{_shown(study, label)} ({legend})", **style)
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel(study.metric_axis())
+    axes.set_xlabel(figures.text(study.metric_axis()))
     axes.set_ylabel("share of runs with at most this error")
 
 
@@ -138,7 +138,7 @@ def _convergence(study: Study, axes: Any, lines: Mapping[str, Best]) -> None:
     if len(set(steps)) <= 2:
         figures.name_values(axes.xaxis, steps)
     axes.set_xlabel("training steps")
-    axes.set_ylabel(f"{study.metric_axis()}\n(best setting)")
+    axes.set_ylabel(figures.text(f"{study.metric_axis()}\n(best setting)"))
 
 
 def _draw_settings(
@@ -161,7 +161,7 @@ def _draw_settings(
             axes[i][j].set_xlim(min(values) / 1.3, max(values) * 1.3)
             figures.name_values(axes[i][j].xaxis, values)
             axes[i][j].set_xlabel(figures.text(study.word(axis)))
-            axes[i][j].set_ylabel(study.metric_axis())
+            axes[i][j].set_ylabel(figures.text(study.metric_axis()))
             axes[i][j].set_title(_title(study, panel), fontsize=10)
             figures.tidy(axes[i][j])
     _legend(study, figure)

@@ -181,7 +181,7 @@ def draw_on(study: Study, axes: Any, panel: Mapping[str, Line]) -> None:
         axes.set_xlim(-0.5, len(labels) - 0.5)
         axes.set_xticks(list(places.values()), [figures.text(study.word(name)) for name in labels])
     axes.set_xlabel(figures.text(study.word(study.over)))
-    axes.set_ylabel(study.metric_axis(is_error=False))
+    axes.set_ylabel(figures.text(study.metric_axis(is_error=False)))
     if study.perfect is not None and numeric:
         # A correlation can be below 0, and a percentage above a `perfect` of 1.
         drawn = [each.dataLim for each in axes.get_shared_y_axes().get_siblings(axes)]

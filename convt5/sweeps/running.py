@@ -376,11 +376,11 @@ def check_settings(point: Point, about: Mapping[str, Any], *, where: str) -> Non
     Raises:
         UserError: it has other settings; or it is done, and a gin file has changed since.
     """
-    recorded = about["settings"]
-    if recorded != _settings(point):
+    recorded, settings = about["settings"], _settings(point)
+    if recorded != settings and _resolved(recorded) != _resolved(settings):
         raise errors.UserError(
             f"{where} holds a run of other settings ({errors.clip(recorded, limit=2000)}, now "
-            f"{_settings(point)}); restore the study's settings, or choose another output_dir."
+            f"{settings}); restore the study's settings, or choose another output_dir."
         )
     # Earlier versions recorded none; a run that is not done goes on with what is changed.
     of_run = about.get("contents")
@@ -471,6 +471,24 @@ def _settings(point: Point) -> dict[str, Any]:
     }
     # Without a first stage, the description is that of earlier versions.
     return settings | ({"first": _settings(point.first)} if point.first else {})
+
+
+def _resolved(settings: Any) -> Any:
+    """Returns settings with the value of each macro that they set where its name stands.
+
+    So that a run is recognised whose study stated a value then, and states the macro now, or the
+    other way round. What is no settings is returned as it is.
+    """
+    try:
+        values = dict(binding.split("=", 1) for binding in settings["bindings"])
+        named = {
+            name: values.get(value[1:], value) if value.startswith("%") else value
+            for name, value in values.items()
+        }
+        first = {"first": _resolved(settings["first"])} if "first" in settings else {}
+        return settings | {"bindings": named} | first
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        return settings
 
 
 def _folder(study: Study, name: str, point: Point) -> pathlib.Path:

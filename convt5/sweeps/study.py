@@ -6,7 +6,6 @@ nothing heavy.
 
 import dataclasses
 import hashlib
-import math
 import os
 import pathlib
 import re
@@ -22,6 +21,12 @@ from convt5.sweeps.equal_cost import Pairing
 Values = Mapping[str, Any]
 
 SEED = "seed"
+
+GREATEST = 1e300
+"""What is as large counts as infinite: sums of a few such numbers, and plots, overflow."""
+
+_RUN_DIR = "trainer.train.run_dir"
+_STARTS = ("trainer.train.init_from", "initialization.InitFrom.path")
 
 _MOST_BYTES = 255  # Longest file name on nearly every file system.
 
@@ -82,6 +87,15 @@ class Grid:
         if SEED in self.axes:
             faults.append(f"axes has {SEED!r}; give seeds to the Study.")
         errors.raise_all(faults, where="Grid")
+        axes = list(self.axes)
+        faults = [
+            f"{place}={value!r} would replace the values of the axis {name!r} before it; put that "
+            f"axis after {axis!r}, or leave one of the two out."
+            for axis in axes
+            for place, name, value in self._settings_of(axis)
+            if name in axes[: axes.index(axis)]
+        ]
+        errors.raise_all(faults, where="Grid")
 
     def values(self, axis: str) -> dict[str, Any]:
         """Returns the values of an axis by their labels."""
@@ -89,6 +103,19 @@ class Grid:
         if isinstance(values, Mapping):
             return {str(label): value for label, value in values.items()}
         return {str(value): value for value in values}
+
+    def settings(self) -> Iterator[tuple[str, str, Any]]:
+        """Yields what the values of all axes set: where it stands, its name and its value."""
+        for axis in self.axes:
+            yield from self._settings_of(axis)
+
+    def _settings_of(self, axis: str) -> Iterator[tuple[str, str, Any]]:
+        for label, value in self.values(axis).items():
+            place = f"axes[{axis!r}][{label!r}]"
+            if isinstance(value, Mapping):
+                yield from ((f"{place}[{name!r}]", name, one) for name, one in value.items())
+            else:
+                yield place, axis, value
 
     def combinations(self) -> Iterator[dict[str, str]]:
         """Yields a label for each axis, the last axis changing fastest."""
@@ -199,7 +226,8 @@ class Study:
                 f"over={self.over!r} must be none of rows={list(self.rows)}; name another axis"
                 f"{_or_none('over')}."
             )
-        errors.raise_all([*faults, *self._metric_faults()], where="Study")
+        faults += [*self._metric_faults(), *self._replaced_settings()]
+        errors.raise_all(faults, where="Study")
         names = [point.name for point in self._unpaired()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -223,6 +251,16 @@ class Study:
                 "error; set sweeps.Study.perfect to its best value, 100 for a percentage."
             )
 
+    def _replaced_settings(self) -> Iterator[str]:
+        """Yields settings that the study would replace by its own in every run."""
+        made = {self.seed_name: "seeds", _RUN_DIR: "output_dir"}
+        starts = dict.fromkeys(_STARTS, "first_stage") if self.first_stage else {}
+        given = [(f"bindings[{name!r}]", name, value) for name, value in self.bindings.items()]
+        for place, name, value in [*given, *(s for grid in self.grids for s in grid.settings())]:
+            yield from _replaced(place, name, value, made | starts)
+        for name, value in self.first_stage.items():
+            yield from _replaced(f"first_stage[{name!r}]", name, value, {_RUN_DIR: "output_dir"})
+
     @property
     def folder(self) -> pathlib.Path:
         """`output_dir`, with `~` expanded as by the trainer."""
@@ -243,7 +281,7 @@ class Study:
             values = [float(label) for grid in self.grids for label in grid.values(axis)]
         except ValueError:
             return False
-        return all(0 < value < math.inf for value in values)
+        return all(0 < value < GREATEST for value in values)
 
     def word(self, name: str) -> str:
         """Returns an axis or a value as figures name it: by `names`, or its last words."""
@@ -340,6 +378,24 @@ def gin_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(gin_text, value))}{',' if len(value) == 1 else ''})"
     return repr(value)
+
+
+def _replaced(place: str, name: str, value: Any, made: Mapping[str, str]) -> Iterator[str]:
+    """Yields what to do about a setting, where it is one of those that a study makes itself.
+
+    Args:
+        place: where the setting stands.
+        name: of the setting.
+        value: of the setting.
+        made: by their names, the fields of the study that the others follow from.
+    """
+    for other, field in made.items():
+        # Names of parameters may have more of their module before them.
+        if name == other or ("." in other and name.endswith(f".{other}")):
+            yield (
+                f"{place}={value!r} would have no effect, as {field} gives every run its own; "
+                f"leave it out, and set sweeps.Study.{field}."
+            )
 
 
 def _or_none(name: str) -> str:

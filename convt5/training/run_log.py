@@ -391,6 +391,7 @@ class Progress:
         metric: str = "",
     ):
         self._metric = metric
+        num_steps = max(num_steps, first_step)  # It may have been lowered below the steps made.
         self._num_steps = num_steps
         self._intervals = seconds_between_lines, seconds_between_steps
         self._last_line = -math.inf
