@@ -28,7 +28,7 @@ def typed(kind: type[_Class]) -> type[_Class]:
     check_rules = getattr(kind, "__post_init__", lambda self: None)
 
     def check(self: object) -> None:
-        errors.raise_all(type_faults(self), where=kind.__name__)
+        errors.raise_all(type_faults(self), where=type(self).__name__)
         check_rules(self)
 
     changed.__post_init__ = check
