@@ -15,6 +15,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import descriptions
 from convt5.runtime.local_files import InvalidUtf8
 from convt5.text import task_format
@@ -23,7 +24,7 @@ from . import formats, label_checks, metrics, registration, vocabularies
 from .sources import PreparedTfdsSource, shuffle_buffer_size
 from .tables import Example, Layout, Path, Row, TableSource
 
-Labels = Sequence[str | float] | Mapping[Any, str | float | None]
+Labels = Sequence[str | float | bool] | Mapping[Any, str | float | bool | None]
 
 TOXICITY_THRESHOLD = 0.5
 """Fraction of raters above which a comment is toxic, as defined by Civil Comments."""
@@ -283,9 +284,10 @@ class TextClassification:
 
     def build(self) -> seqio.Task:
         """Returns the task."""
+        names = _label_names(self.labels, self.name)
+        errors.raise_all(checks.type_faults(self), where=self.name)
         fields = self.text_field
         text_fields = [fields] if isinstance(fields, str) else list(fields)
-        names = _label_names(self.labels, self.name)
         generated = list(dict.fromkeys(text for text in names.values() if text is not None))
         _check_threshold(self.name, self.threshold, generated)
         prompt = self.prompt

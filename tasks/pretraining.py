@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import seqio
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import descriptions, local_files
 from convt5.runtime.local_files import InvalidUtf8
 
@@ -72,6 +73,7 @@ def span_corruption_task(
 
 
 @dataclasses.dataclass(frozen=True)
+@checks.typed
 class TextSpanCorruption:
     """Span corruption of local text: plain or .jsonl, .ndjson, .json, also .gz, .xz, .bz2.
 
@@ -111,11 +113,6 @@ class TextSpanCorruption:
 
     def build(self) -> seqio.Task:
         """Returns the task."""
-        if not 0 <= self.validation_fraction <= 0.5:
-            raise errors.UserError(
-                f"validation_fraction={self.validation_fraction} must be in [0, 0.5]; 0.01 holds "
-                "out one document of a hundred."
-            )
         return span_corruption_task(
             self.name,
             TextFilesSource(self._splits()),
@@ -126,6 +123,7 @@ class TextSpanCorruption:
         )
 
     def _splits(self) -> dict[str, tuple[TextFiles, str]]:
+        every = local_files.holdout_every(self.validation_fraction)
         files = functools.partial(
             TextFiles,
             separator=self.separator,
@@ -133,14 +131,12 @@ class TextSpanCorruption:
             invalid_utf8=self.invalid_utf8,
         )
         if self.validation_path is not None:
-            train, held_out = files(path=self.path), files(path=self.validation_path)
+            train = files(path=self.path)
+            held_out = files(path=self.validation_path, after=train)
             local_files.check_apart({"train": train.files(), "validation": held_out.files()})
-            divided = held_out.divided_like(train)
-            return {"train": (train, "train"), "validation": (divided, "train")}
-        if self.validation_fraction:
-            both = files(path=self.path, holdout_every=round(1 / self.validation_fraction))
-            return {"train": (both, "train"), "validation": (both, "validation")}
-        return {"train": (files(path=self.path), "train")}
+            return {"train": (train, "train"), "validation": (held_out, "train")}
+        both = files(path=self.path, holdout_every=every)
+        return {split: (both, split) for split in ("train", *["validation"] * (every is not None))}
 
 
 text_span_corruption = descriptions.function(

@@ -21,6 +21,7 @@ import seqio
 import tensorflow as tf
 
 from convt5 import errors
+from convt5.errors import checks
 from convt5.runtime import descriptions
 
 from . import formats, metrics, registration, vocabularies
@@ -110,6 +111,7 @@ class GeneratedSource(ItemSource):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@checks.typed
 class GeneratedTask:
     """Settings of all generated tasks.
 

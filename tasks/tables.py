@@ -286,11 +286,7 @@ class TableSource(ItemSource):
         invalid_utf8: local_files.InvalidUtf8 = "refuse",
     ):
         local_files.check_invalid_utf8(invalid_utf8)
-        if not 0 <= validation_fraction <= 0.5:
-            raise errors.UserError(
-                f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.1 holds out "
-                "one row of ten."
-            )
+        holdout_every = local_files.holdout_every(validation_fraction)
         self._files = find_splits(path)
         local_files.check_apart(self._files)
         self._parse = parse
@@ -298,9 +294,8 @@ class TableSource(ItemSource):
         self._invalid_utf8: local_files.InvalidUtf8 = invalid_utf8
         self._tallies: dict[str, local_files.Tally] = {}
         self._layout = layout
-        self._holdout_every = None
-        if validation_fraction and "train" in self._files and "validation" not in self._files:
-            self._holdout_every = round(1 / validation_fraction)
+        divides = "train" in self._files and "validation" not in self._files
+        self._holdout_every = holdout_every if divides else None
         self._tables: dict[str, dict[str, Any]] = {}
         splits = [*self._files, *(["validation"] if self._holdout_every else [])]
         super().__init__(splits)

@@ -51,6 +51,7 @@ class TextFiles:
         separator: "line": each line is a document. "blank_line": blank lines separate documents.
             "auto": "blank_line" if there is a blank line inside the first file with text, else
             "line". Not used for JSON lines: .jsonl, .ndjson and .json.
+        after: other files, at which "auto" looks first.
         text_key: the key of the text in a line of JSON.
         holdout_every: every n-th document goes to "validation" instead of "train"; None keeps all
             in "train".
@@ -60,6 +61,7 @@ class TextFiles:
 
     path: local_files.Paths
     separator: Separator = "auto"
+    after: "TextFiles | None" = None
     text_key: str = "text"
     holdout_every: int | None = None
     invalid_utf8: local_files.InvalidUtf8 = "refuse"
@@ -76,15 +78,6 @@ class TextFiles:
     def files(self) -> list[str]:
         """Returns the names of the files that `path` stands for, in reading order."""
         return list(self._names)
-
-    def divided_like(self, other: "TextFiles") -> "TextFiles":
-        """Returns these files with the separator that "auto" finds in others, or else in these."""
-        if self.separator != "auto":
-            return self
-        separator = _guess_separator([*other.files(), *self.files()])
-        # Where both agree, positions of earlier runs stay valid.
-        own = _guess_separator(self.files())
-        return self if separator == own else dataclasses.replace(self, separator=separator)
 
     def fingerprint(self) -> str:
         """Returns an identifier of these documents, equal for copies of the files elsewhere."""
@@ -158,11 +151,14 @@ class TextFiles:
             )
         return cache / "text" / self._identifier(_FORMAT, about)
 
+    @functools.cached_property
+    def _divided_by(self) -> Separator:
+        if self.separator != "auto":
+            return self.separator
+        return _guess_separator([*(self.after.files() if self.after else ()), *self.files()])
+
     def _reader(self) -> "_Reader":
-        separator = self.separator
-        if separator == "auto":
-            separator = _guess_separator(self.files())
-        return _Reader(self, separator)
+        return _Reader(self, self._divided_by)
 
     def _documents(self, reader: "_Reader") -> Iterator[bytes]:
         for name in self.files():
@@ -172,7 +168,15 @@ class TextFiles:
             logging.warning("text path=%s: %s", self.path, faults)
 
     def _identifier(self, format_number: int, files: Sequence[object]) -> str:
-        about = [format_number, self.separator, self.text_key, self.holdout_every, *files]
+        separator = self.separator
+        # Where both agree, positions of runs without `after` stay valid.
+        if (
+            self.after
+            and separator == "auto"
+            and self._divided_by != _guess_separator(self.files())
+        ):
+            separator = self._divided_by
+        about = [format_number, separator, self.text_key, self.holdout_every, *files]
         if self.invalid_utf8 != "refuse":
             about.append(self.invalid_utf8)
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]

@@ -5,6 +5,7 @@ import gzip
 import json
 import pathlib
 import shutil
+import sys
 
 import pytest
 import seqio
@@ -24,6 +25,7 @@ from quick import quick
 
 from convt5 import data, errors, evaluation
 from convt5.configuration import gin_config
+from convt5.runtime import local_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = [
@@ -419,6 +421,12 @@ class TestBadInput:
     def test_the_held_out_share_has_limits(self, folder, fraction):
         with pytest.raises(errors.UserError, match=r"must be in \[0, 0\.5\]"):
             paper_task("sst2", folder, validation_fraction=fraction)
+
+    def test_the_smallest_share_holds_out_the_second_row(self, folder):
+        smallest = paper_task("sst2", folder, validation_fraction=5e-324)
+        assert smallest.splits == paper_task("sst2", folder).splits
+        assert local_files.holdout_every(5e-324) == round(1 / sys.float_info.min)
+        assert local_files.holdout_every(0) is None
 
 
 class TestGinFiles:

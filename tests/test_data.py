@@ -849,6 +849,12 @@ class TestMistakes:
         with pytest.raises(errors.UserError, match=r"'rated': the rate of task 'texts' .*number"):
             build(mixture)
 
+    @pytest.mark.parametrize("rate", [1e308, 10**400, float("nan"), -1.0])
+    def test_rates_that_no_task_can_be_drawn_by_are_refused(self, task, rate):
+        mixture = seqio.Mixture("rated", [(task, rate), (task.replace(name="other"), 1e308)])
+        with pytest.raises(errors.UserError, match=r"'rated'.* the rate"):
+            build(mixture)
+
     def test_a_mixture_that_draws_in_a_way_of_its_own_is_refused(self):
         mixture = seqio.Mixture(
             "own", [(text_task(some_texts), 1.0)], sample_fn=lambda parts, rates, seed: parts[0]

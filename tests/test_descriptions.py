@@ -10,6 +10,7 @@ from convt5.tasks import synthetic
 from convt5.tasks.classification import TextClassification, text_classification
 from convt5.tasks.pretraining import TextSpanCorruption, text_span_corruption
 
+from convt5 import errors
 from convt5.configuration import catalogue
 from convt5.runtime import descriptions
 from convt5.training.trainer import TrainRun, train
@@ -51,6 +52,28 @@ def test_arguments_reach_the_description_by_position_and_by_name():
 def test_an_unknown_setting_is_a_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'gaps'"):
         synthetic.gap_copy(gaps=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "fault"),
+    [
+        (synthetic.gap_copy, {"gap": 3.5}, "GapCopy: gap=3.5 must be of type int"),
+        (synthetic.listops, {"seed": "1"}, "ListOps: seed='1' must be of type int"),
+        (
+            text_classification,
+            {"path": "rows", "labels": ["a", "b"], "text_field": 3},
+            "text_field=3 must be of type str or a list of str",
+        ),
+        (
+            text_span_corruption,
+            {"path": "text", "noise_density": "0.15"},
+            "noise_density='0.15' must be of type float",
+        ),
+    ],
+)
+def test_a_setting_of_another_type_is_named(function, settings, fault):
+    with pytest.raises(errors.UserError, match=fault):
+        function(**settings)
 
 
 @dataclasses.dataclass(frozen=True)

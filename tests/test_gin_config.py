@@ -353,6 +353,7 @@ def test_a_text_setting_given_a_number_says_to_quote_it(write):
 RUN = """
 import plugin
 from convt5.checkpoints import checkpoint
+from convt5.tasks import classification
 from convt5.training import losses
 from convt5.training import optimizer
 from convt5.training import trainer
@@ -361,6 +362,18 @@ OPTIMIZER = @optimizer.SGDConfig()
 trainer.train.model = %MODEL
 trainer.train.optimizer = %OPTIMIZER
 """
+
+
+@pytest.mark.parametrize("value", ["{'a': 1, 'a': 2}", "[{'b': {1: 2, 1: 3}}]"])
+def test_a_key_that_is_there_twice_is_refused(write, value):
+    with pytest.raises(errors.UserError, match=r"a\.gin:5: .* the key ('a'|1) is there twice\."):
+        gin_config.load([write("a.gin", f"MODEL = {value}")])
+
+
+@pytest.mark.parametrize("value", ["{'a': {'a': 1}, 'b': {'a': 2}}", "[{'a': 1}, {'a': 1}, {}]"])
+def test_other_dictionaries_may_have_the_same_key(write, value):
+    config = gin_config.load([write("a.gin", f"MODEL = {value}")])
+    assert repr(config.macro("MODEL")) == value
 
 
 def plugged(folder, monkeypatch) -> None:
@@ -393,6 +406,8 @@ def plugged(folder, monkeypatch) -> None:
         ("trainer.train.task_evals=[@plugin.Optimizer]", "must be a list of a reference"),
         ("architecture.ConvT5Config.encoder=@architecture.StackConfig", "StackConfig()"),
         ("architecture.ConvT5Config.mlp=@plugin.Optimizer()", "must be one of"),
+        ("classification.text_classification.vocabulary='bytes'", "such as @module.Vocabulary()"),
+        ("classification.text_classification.path=3", "must be text or a list of text or a dict"),
     ],
 )
 def test_a_reference_to_another_kind_of_object_is_an_error(

@@ -175,6 +175,14 @@ def test_a_held_out_paragraph_is_divided_like_the_text_of_training(tmp_path):
         assert task.num_input_examples("validation") == expected
 
 
+def test_text_is_not_opened_before_it_is_needed(tmp_path, monkeypatch):
+    paths = [write(tmp_path / name, "a\n\nb") for name in ("train.txt", "dev.txt")]
+    with monkeypatch.context() as patch:
+        patch.setattr(local_files, "open_bytes", lambda name: pytest.fail(f"{name} was opened"))
+        task = pretraining.text_span_corruption(paths[0], validation_path=paths[1])
+    assert task.num_input_examples("validation") == 2
+
+
 @pytest.mark.parametrize("lost", ["one file", "its end", "all files", "the record"])
 def test_stored_text_that_lost_a_part_is_stored_again(tmp_path, cache, monkeypatch, lost):
     monkeypatch.setattr(text_files, "_SHARD_BYTES", 100)

@@ -420,13 +420,31 @@ class _Values(config_parser.ParserDelegate):
 
 
 class _Parser(config_parser.ConfigParser):
-    """Gin's parser, which itself reads `-%NAME` as `%NAME`, and fails without a line for a key."""
+    """Gin's parser, with errors for keys and signs.
+
+    Gin itself reads `-%NAME` as `%NAME`, takes the last value of a repeated key, and fails without
+    a line for a key that is a list.
+    """
+
+    def __init__(self, *args: Any):
+        self._keys: list[list[Any]] = []  # Of each container that is being read.
+        super().__init__(*args)
+
+    def _parse_dict_item(self):
+        key, value = super()._parse_dict_item()
+        if key in self._keys[-1]:
+            self._raise_syntax_error(f"the key {key!r} is there twice.")
+        self._keys[-1].append(key)
+        return key, value
 
     def _maybe_parse_container(self):
+        self._keys.append([])
         try:
             return super()._maybe_parse_container()
         except TypeError:
             self._raise_syntax_error("a list or a dictionary cannot be a key.")
+        finally:
+            self._keys.pop()
 
     def _maybe_parse_basic_type(self):
         token: Any = self._current_token

@@ -4,6 +4,7 @@ import collections.abc
 import dataclasses
 import inspect
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -82,8 +83,10 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is collections.abc.Callable:
         return False
     # Only references build objects.
-    is_object = dataclasses.is_dataclass(hint) or getattr(hint, "_is_protocol", False)
-    return not (isinstance(hint, type) and is_object)
+    kind = origin or hint
+    if getattr(kind, "_is_protocol", False):
+        return False
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
 
 
 def is_literal(value: Any) -> bool:
@@ -159,9 +162,13 @@ def _describe(hint: Any) -> Iterator[str]:
             yield "a reference to something that can be called"
         elif get_origin(part) in _MAPPINGS:
             yield "a dictionary"
+        elif get_origin(part) is os.PathLike:
+            yield "text"
         elif get_origin(part) is not None:
             inner = [p for p in get_args(part) if p is not Ellipsis]
-            yield "a list" + (f" of {' or '.join(_describe(inner[0]))}" if inner else "")
+            yield "a list" + (
+                f" of {' or '.join(dict.fromkeys(_describe(inner[0])))}" if inner else ""
+            )
         else:
             yield f"a reference such as @module.{getattr(part, '__name__', part)}()"
 

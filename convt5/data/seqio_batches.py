@@ -537,17 +537,17 @@ def _rates(provider: seqio.Task | seqio.Mixture, tasks: Sequence[seqio.Task]) ->
     for task in tasks:
         try:
             rates.append(float(provider.get_rate(task)))
-        except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
             raise errors.UserError(
                 f"mixture={provider.name!r}: the rate of task {task.name!r} cannot be computed "
                 f"({error}): the number of its examples is not known; write the rate of this task "
                 "as a number, or give its source num_input_examples."
             ) from error
-    if not all(0 <= rate < float("inf") for rate in rates) or not sum(rates):
+    if not all(0 <= rate < float("inf") for rate in rates) or not 0 < sum(rates) < float("inf"):
         shown = ", ".join(f"{t.name}: {r}" for t, r in zip(tasks, rates, strict=True))
         raise errors.UserError(
             f"mixture={provider.name!r} has the rates {shown}; they must be finite and at least "
-            "0, and one of them above 0."
+            "0, and so must their sum, and one of them above 0."
         )
     return rates
 

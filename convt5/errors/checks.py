@@ -28,7 +28,7 @@ def typed(kind: type[_Class]) -> type[_Class]:
     check_rules = getattr(kind, "__post_init__", lambda self: None)
 
     def check(self: object) -> None:
-        errors.raise_all(type_faults(self), where=kind.__name__)
+        errors.raise_all(type_faults(self), where=type(self).__name__)
         check_rules(self)
 
     changed.__post_init__ = check
@@ -108,7 +108,13 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(hasattr(value, name) for name in protocol_members(hint))
     if dataclasses.is_dataclass(hint):
         return isinstance(value, typing.cast(type, hint))
-    return hint not in _PLAIN or _PLAIN[hint](value)
+    if hint in _PLAIN:
+        return _PLAIN[hint](value)
+    kind = origin or hint
+    if kind is Any or not isinstance(kind, type):
+        return True
+    # Other objects may do what is asked without being of the class.
+    return type(value) not in (*_PLAIN, bytes, list, tuple, dict) or isinstance(value, kind)
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import lzma
 import os
 import pathlib
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
@@ -294,6 +295,21 @@ class Tally:
             "files missing from numbered sets such as part-00000-of-00002": self.missing_shards,
         }
         return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+
+
+def holdout_every(validation_fraction: float) -> int | None:
+    """Returns n if one row or document of n is held out, and None for none.
+
+    Raises:
+        UserError: the fraction is out of range.
+    """
+    if not 0 <= validation_fraction <= 0.5:
+        raise errors.UserError(
+            f"validation_fraction={validation_fraction} must be in [0, 0.5]; 0.1 holds out one row "
+            "or document of ten."
+        )
+    # 1 over a number below the minimum is infinite.
+    return round(1 / max(validation_fraction, sys.float_info.min)) if validation_fraction else None
 
 
 def check_invalid_utf8(policy: str) -> None:
