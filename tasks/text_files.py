@@ -51,20 +51,20 @@ class TextFiles:
         separator: "line": each line is a document. "blank_line": blank lines separate documents.
             "auto": "blank_line" if there is a blank line inside the first file with text, else
             "line". Not used for JSON lines: .jsonl, .ndjson and .json.
-        after: other files, at which "auto" looks first.
         text_key: the key of the text in a line of JSON.
         holdout_every: every n-th document goes to "validation" instead of "train"; None keeps all
             in "train".
         invalid_utf8: what to do with text that is not UTF-8: "refuse" raises an error that names
             file and line, "replace" inserts U+FFFD, "skip" skips the document.
+        after: other files, at which "auto" looks first.
     """
 
     path: local_files.Paths
     separator: Separator = "auto"
-    after: "TextFiles | None" = None
     text_key: str = "text"
     holdout_every: int | None = None
     invalid_utf8: local_files.InvalidUtf8 = "refuse"
+    after: "TextFiles | None" = None
 
     def __post_init__(self):
         if self.separator not in ("auto", "line", "blank_line"):
