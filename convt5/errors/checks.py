@@ -152,21 +152,28 @@ def layer_faults(count: int, *, where: str = "") -> list[str]:
 
 
 def count_faults(
-    description: object, names: Iterable[str], *, none: str | None = None
+    description: object,
+    names: Iterable[str],
+    *,
+    none: str | None = None,
+    rule: rules.Rule = rules.size,
 ) -> list[str]:
-    """Returns an error for each attribute that is not an integer of at least 1.
+    """Returns an error for each attribute that is not an integer of at least 1, or too large.
 
     Args:
         description: the object with the attributes.
         names: names of the attributes.
         none: the meaning of None, if it is allowed.
+        rule: `rules.count` allows values of any size.
     """
     values = {name: getattr(description, name) for name in names}
     alternative = "" if none is None else f", or None for {none}"
     return [
         f"{name}={errors.clip(value)} must be an integer of at least 1{alternative}."
+        if rules.count(value)
+        else f"{name}={value} {rules.size(value)}"
         for name, value in values.items()
-        if rules.count(value) and not (value is None and none is not None)
+        if rule(value) and not (value is None and none is not None)
     ]
 
 

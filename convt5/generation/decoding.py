@@ -6,17 +6,21 @@ Results do not depend on the padding, apart from rounding, which differs between
 
 import contextlib
 import functools
+import math
 import operator
-from typing import NamedTuple, SupportsIndex, TypedDict, Unpack
+from collections.abc import Iterator
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from convt5 import errors
+from convt5.errors import rules
 from convt5.generation import mesh_tf_search
 from convt5.generation.mesh_tf_search import MeshTFBeamSearch
 from convt5.generation.search import (
@@ -132,6 +136,8 @@ def decode(
         UserError: tokens are outside the vocabulary, limits are contradictory, or axes, rows or
             dtypes of the arrays are wrong.
     """
+    given = (model, encoder_input_tokens, max_length, max_lengths, prefix, key)
+    _check_untraced("decode", "search of convt5.generation.decoding", given)
     strategy = Greedy() if strategy is None else strategy
     max_length = _integer("max_length", max_length)
     end_id, hide_start_token = _special_tokens(special, model.config.vocab_size)
@@ -139,6 +145,8 @@ def decode(
     sources = _array("decode", "encoder_input_tokens", encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
+    sizes = {"rows": batch, "results of each": results_per_row(strategy), "max_length": max_length}
+    _check_sizes("decode", sizes)
     prefix = _array("decode", "prefix", np.zeros((batch, 0), int) if prefix is None else prefix)
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
     prefix = _check_prefix(model, sources, prefix, limits)
@@ -148,11 +156,12 @@ def decode(
     if batch == 0:
         return _nothing(results_per_row(strategy), max_length)
     shape = (_row_bucket(batch, batch_sharding), _length_bucket(model, max_length))
-    # Only rows that request no result can have a longer prefix.
-    inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
     settings = {"strategy": strategy, "end_id": end_id, "hide_start_token": hide_start_token}
-    results = _on_devices(batch_sharding, _search, model, inputs, **settings)
-    results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
+    with _naming_sizes("decode", sizes):
+        # Only rows that request no result can have a longer prefix.
+        inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
+        results = _on_devices(batch_sharding, _search, model, inputs, **settings)
+        results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
     return results._replace(tokens=results.tokens[:, :, :max_length])
 
 
@@ -223,6 +232,8 @@ def score(
         UserError: tokens are outside the vocabulary, axes, rows or dtypes of the arrays are wrong,
             or lengths exceed the targets.
     """
+    given = (model, encoder_input_tokens, targets, lengths, prefix_lengths)
+    _check_untraced("score", "the model and convt5.ops.token_cross_entropy", given)
     sources = _array("score", "encoder_input_tokens", encoder_input_tokens)
     targets = _array("score", "targets", targets)
     _check_axes("score", "encoder_input_tokens", sources, "batch source")
@@ -242,8 +253,10 @@ def score(
         _pad(lengths, (rows, columns)),
         _pad(starts, (rows,)),
     )
-    parts = _on_devices(batch_sharding, _score_tokens, model, *inputs, regularizers=regularizers)
-    token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in parts)
+    settings = {"regularizers": regularizers}
+    with _naming_sizes("score", {"rows": batch, "choices of each": choices, "tokens": longest}):
+        parts = _on_devices(batch_sharding, _score_tokens, model, *inputs, **settings)
+        token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in parts)
     log_probs = token_log_probs.sum(axis=-1)
     scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
     scores = log_probs / scored**length_penalty
@@ -331,6 +344,37 @@ def _to_typed_keys(key):
             f"decode: key has shape {key.shape} and dtype {key.dtype}, which is no random key; "
             "pass key=jax.random.key(seed)."
         ) from error
+
+
+def _check_untraced(where: str, inside: str, given: Any) -> None:
+    """Raises `UserError` inside of a transformation of JAX, where arrays have no values."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((jnp.zeros(()), given))):
+        raise errors.UserError(
+            f"{where} is called inside of jax.jit or another transformation of JAX, but it takes "
+            f"and returns host arrays, and compiles by itself; call it outside, or use {inside} "
+            "inside."
+        )
+
+
+def _check_sizes(where: str, sizes: dict[str, int]) -> None:
+    """Raises `UserError` for results that no memory holds: all of them together, as integers."""
+    total = math.prod(sizes.values())
+    faults = [f"{name}={n} {rules.size(n)}" for name, n in sizes.items() if n > rules.MOST]
+    if not faults and total >= 2**31:
+        named = ", ".join(f"{name}={n}" for name, n in sizes.items())
+        faults = [f"{named} are {total:,} tokens, but must be below 2 ** 31; lower one of them."]
+    errors.raise_all(faults, where=where)
+
+
+@contextlib.contextmanager
+def _naming_sizes(where: str, sizes: dict[str, int]) -> Iterator[None]:
+    """Names the sizes in an error about a lack of memory."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        named = ", ".join(f"{name}={n}" for name, n in sizes.items())
+        known = errors.of_memory(error, about=f"one of the sizes of {where}, {named}")
+        raise (known or error) from error
 
 
 def _integer(name: str, value: SupportsIndex) -> int:
