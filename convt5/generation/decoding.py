@@ -136,8 +136,7 @@ def decode(
         UserError: tokens are outside the vocabulary, limits are contradictory, or axes, rows or
             dtypes of the arrays are wrong.
     """
-    given = (model, encoder_input_tokens, max_length, max_lengths, prefix, key)
-    _check_untraced("decode", "search of convt5.generation.decoding", given)
+    _check_untraced("decode", (model, encoder_input_tokens, max_length, max_lengths, prefix, key))
     strategy = Greedy() if strategy is None else strategy
     max_length = _integer("max_length", max_length)
     end_id, hide_start_token = _special_tokens(special, model.config.vocab_size)
@@ -149,9 +148,8 @@ def decode(
     _check_sizes("decode", sizes)
     prefix = _array("decode", "prefix", np.zeros((batch, 0), int) if prefix is None else prefix)
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
-    prefix = _check_prefix(model, sources, prefix, limits)
+    prefix = _check_prefix(model, sources, prefix, limits, strategy)
     _check_limits(max_length, limits, prefix, end_id)
-    _check_forced(strategy, prefix)
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
         return _nothing(results_per_row(strategy), max_length)
@@ -166,7 +164,11 @@ def decode(
 
 
 def _check_prefix(
-    model: ConvT5, sources: np.ndarray, prefix: np.ndarray, limits: np.ndarray
+    model: ConvT5,
+    sources: np.ndarray,
+    prefix: np.ndarray,
+    limits: np.ndarray,
+    strategy: Strategy,
 ) -> np.ndarray:
     """Checks axes, rows and tokens of the arguments of `decode`; returns the trimmed prefix."""
     _check_axes("decode", "prefix", prefix, "batch prefix")
@@ -176,6 +178,11 @@ def _check_prefix(
     prefix = _trim(prefix)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "prefix", prefix)
+    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
+        raise errors.UserError(
+            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
+            "BeamSearch."
+        )
     return prefix
 
 
@@ -232,8 +239,7 @@ def score(
         UserError: tokens are outside the vocabulary, axes, rows or dtypes of the arrays are wrong,
             or lengths exceed the targets.
     """
-    given = (model, encoder_input_tokens, targets, lengths, prefix_lengths)
-    _check_untraced("score", "the model and convt5.ops.token_cross_entropy", given)
+    _check_untraced("score", (model, encoder_input_tokens, targets, lengths, prefix_lengths))
     sources = _array("score", "encoder_input_tokens", encoder_input_tokens)
     targets = _array("score", "targets", targets)
     _check_axes("score", "encoder_input_tokens", sources, "batch source")
@@ -346,13 +352,19 @@ def _to_typed_keys(key):
         ) from error
 
 
-def _check_untraced(where: str, inside: str, given: Any) -> None:
+_INSIDE_OF_JIT = {
+    "decode": "search of convt5.generation.decoding",
+    "score": "the model and convt5.ops.token_cross_entropy",
+}
+
+
+def _check_untraced(where: str, given: Any) -> None:
     """Raises `UserError` inside of a transformation of JAX, where arrays have no values."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((jnp.zeros(()), given))):
         raise errors.UserError(
             f"{where} is called inside of jax.jit or another transformation of JAX, but it takes "
-            f"and returns host arrays, and compiles by itself; call it outside, or use {inside} "
-            "inside."
+            "and returns host arrays, and compiles by itself; call it outside, or use "
+            f"{_INSIDE_OF_JIT[where]} inside."
         )
 
 
@@ -449,14 +461,6 @@ def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
         raise errors.UserError(
             f"{name} holds the id {wrong[0]}, but the model's vocab_size={vocab_size} allows 0 to "
             f"{vocab_size - 1}; encode the text with the vocabulary the model was trained with."
-        )
-
-
-def _check_forced(strategy: Strategy, prefix: np.ndarray) -> None:
-    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
-        raise errors.UserError(
-            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
-            "BeamSearch."
         )
 
 

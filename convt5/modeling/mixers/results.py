@@ -98,8 +98,9 @@ def checked_state(mixer: Mixer, state: State, rows: Size) -> State:
     Raises:
         UserError: an array in it has other rows than the batch.
     """
-    parts = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Shared))
-    for part in parts:
+    if isinstance(rows, int) and rows == 1:
+        return state  # A single row is never selected, and attention has no axis for it.
+    for part in jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, Shared)):
         if not isinstance(part, Shared) and getattr(part, "shape", ())[:1] != (rows,):
             raise errors.UserError(
                 f"{full_name(type(mixer))}.init_state returns {_shown(part)}, but each array must "
