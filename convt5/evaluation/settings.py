@@ -61,8 +61,13 @@ class PredictConfig:
     seed: int = 0
 
     def __post_init__(self):
-        faults = checks.count_faults(self, reversed(_LENGTHS), none="the length used in training")
-        faults += checks.count_faults(self, ("batch_size",))
+        faults = [
+            f"{name}={value!r} "
+            + ("must be at least 1, and an integer." if rules.count(value) else broken)
+            for name in ("max_length", "max_input_length", "batch_size")
+            if (broken := rules.size(value := getattr(self, name)))
+            and not (value is None and name in _LENGTHS)
+        ]
         faults += _seed_faults(self.seed)
         if self.strategy is not None and not checks.is_description(self.strategy):
             faults.append(
