@@ -304,6 +304,17 @@ def test_work_goes_on_when_standard_error_cannot_be_written(tmp_path, is_full):
     assert (tmp_path / "result").read_text() == "done"
 
 
+@pytest.mark.parametrize("lacking", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 8 bytes")])
+def test_a_lack_of_memory_is_one_message(lacking, capsys):
+    def main(argv):
+        raise lacking
+
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(main)
+    assert ended.value.code == 1
+    assert "error: there is too little memory (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("raised", ["1 / 0", "open('absent')"])
 def test_defects_keep_their_traceback(raised):
     done = start("-c", f"{IMPORT}command_line.run(lambda argv: {raised})")

@@ -714,6 +714,7 @@ def test_scoring_ranks_labels_of_a_row():
         ({"num_results": 0}, "num_results=0 must be an integer of at least 1"),
         ({"num_results": 2.5}, "num_results=2.5 must be an integer"),
         ({"top_k": 0, "top_p": 2.0}, "2 faults"),
+        ({"num_results": 10**9}, "num_results=1000000000 must be at most 16,777,216"),
     ],
 )
 def test_faulty_sampling_is_refused(unchecked, settings, message):
@@ -726,6 +727,7 @@ def test_faulty_sampling_is_refused(unchecked, settings, message):
     [
         ({"beam_size": 0}, "beam_size=0 must be an integer of at least 1"),
         ({"beam_size": 2.0}, "beam_size=2.0 must be an integer of at least 1"),
+        ({"beam_size": 10**9}, "beam_size=1000000000 must be at most 16,777,216"),
         ({"num_results": 0}, "num_results=0 must be an integer of at least 1, or None for beam_si"),
         ({"length_penalty": "0"}, "length_penalty='0' must be a finite number"),
         ({"beam_size": 2, "num_results": 3}, "num_results=3 must be between 1 and beam_size=2"),
@@ -770,6 +772,12 @@ def test_faults_of_the_original_beam_search_are_named(settings):
         ({"strategy": BeamSearch}, r"strategy=BeamSearch must be Greedy\(\)"),
         ({"strategy": BeamSearch(length_penalty=-1000.0)}, "length_penalty=-1000.0 is too far"),
         ({"max_length": 4.0}, "max_length=4.0 must be an integer"),
+        ({"max_length": 10**9}, "max_length=1000000000 must be at most 16,777,216"),
+        ({"max_length": 10**20}, "max_length=100000000000000000000 must be at most"),
+        (
+            {"max_length": 2**20, "strategy": BeamSearch(beam_size=2**10)},
+            r"rows=3, results of each=1024, max_length=1048576 are .* must be below 2 \*\* 31",
+        ),
         ({"end_id": None}, "end_id=None must be an integer"),
         ({"end_id": 1.5}, "end_id=1.5 must be an integer"),
         ({"max_lengths": np.array([1.5, 2, 2])}, "max_lengths has dtype float64, but must hold"),
@@ -785,6 +793,33 @@ def test_contradictory_requests_are_refused(unchecked, settings, message):
     source = given.pop("encoder_input_tokens")
     with pytest.raises(UserError, match=message):
         decode(tiny_model(), source, **given)
+
+
+def test_a_lack_of_memory_names_the_sizes(monkeypatch):
+    def fill_memory(*arguments, **settings):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
+
+    monkeypatch.setattr(decoding, "_search", fill_memory)
+    with pytest.raises(UserError, match=r"too little memory .* rows=3, .*max_length=9") as caught:
+        decode(tiny_model(), sources(), max_length=9)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda use: jax.jit(lambda x: use(tiny_model(), x))(sources()),
+        lambda use: jax.jit(lambda model: use(model, sources()))(tiny_model()),
+        lambda use: jax.jit(lambda: use(tiny_model(), sources()))(),
+        lambda use: jax.vmap(lambda x: use(tiny_model(), x))(sources()[None]),
+        lambda use: jax.grad(lambda model: use(model, sources()))(tiny_model()),
+    ],
+)
+def test_a_call_inside_of_a_transformation_names_what_to_call_there(transformed):
+    with pytest.raises(UserError, match=r"decode is called inside of jax.jit .* use search of"):
+        transformed(lambda model, x: decode(model, x, max_length=4).scores.sum())
+    with pytest.raises(UserError, match=r"score is called inside .*convt5.ops.token_cross_entro"):
+        transformed(lambda model, x: score(model, x, np.full((3, 1, 3), 5)).scores.sum())
 
 
 def test_a_misspelt_request_is_named():

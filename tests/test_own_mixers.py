@@ -14,6 +14,7 @@ import test_documented_commands
 
 import convt5
 from convt5 import convert
+from convt5.analysis import costs
 from convt5.checkpoints import record
 from convt5.configuration import gin_config
 from convt5.interchange import portable
@@ -149,6 +150,11 @@ DEFINITIONS = {
     "kind = 'an average'": "must be a name of letters",
     "kind = []": "must be a name of letters",
     "kind, flops = 'other', MixerConfig.flops": "must define flops",
+    "kind, flops = 'other', 3": "flops=3 must be a method",
+    "kind, reach = 'other', lambda self: Reach(1, 0)": "reach is a method, but must be a property",
+    "kind, flops = 'other', lambda self, sizes: 3": r"takes \(self, sizes\), but must take",
+    "kind, build = 'other', lambda self, sizes: None": "build takes .*, but must take .*, key",
+    "kind, faults = 'other', lambda self: []": r"faults takes \(self\), but must take",
     "kind, stacked_parameters = 'other', ('mixing/decay',)": "bind `stacked` of the optimizer",
 }
 
@@ -167,6 +173,78 @@ def test_a_module_without_what_decoding_needs_is_refused_when_it_is_defined():
         class Whole(Mixer):
             def __call__(self, x, inputs, *, dropout_key=None):
                 return x
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"init_state": lambda self, batch: 0}, r"init_state takes \(self, batch\), but must take"),
+        (
+            {"step": lambda self, x, state: 0},
+            "step takes .*, but must take",
+        ),
+        ({"__call__": lambda self, x, inputs: x}, "__call__ takes .*dropout_key=None"),
+        ({"step": 3}, "step=3 must be a method"),
+    ],
+)
+def test_a_module_with_other_parameters_is_refused_when_it_is_defined(own, wrong, message):
+    with pytest.raises(convt5.UserError, match=message):
+        type("Other", (own.Averages,), wrong)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        (
+            "__call__",
+            lambda self, x, inputs, **_: (x, x),
+            "__call__ returns .*its input",
+        ),
+        ("__call__", lambda self, x, inputs, **_: x[:1], r"__call__ returns '\w+ \(1, 3, 8\)'"),
+        ("step", lambda self, x, state, position: x, "step returns .*must return a pair"),
+        (
+            "step",
+            lambda self, x, state, position: (x, (state, 0)),
+            "step returns the state .*was",
+        ),
+        ("step", lambda self, x, state, position: (x[:, 0], state), "step returns .*same shape"),
+        (
+            "init_state",
+            lambda self, *sizes: jnp.zeros(5),
+            "init_state returns .*the 2 rows of",
+        ),
+    ],
+)
+def test_what_a_module_returns_is_checked(own, monkeypatch, method, wrong, message):
+    model = tiny_config(own.Average()).build(jax.random.key(0))
+    monkeypatch.setattr(own.Averages, method, wrong)
+
+    def use(model):
+        tokens = jnp.ones((2, 3), jnp.int32)
+        encoded = model.encode(tokens)
+        state = model.init_decoding(encoded, encoder_segment_ids=tokens, length=3)
+        return model.decode_step(state, tokens[:, 0])
+
+    with pytest.raises(convt5.UserError, match=f"my_mixer.Averages.{message}"):
+        jax.eval_shape(use, model)
+
+
+@pytest.mark.parametrize("method", ["flops", "activation_bytes", "state_size"])
+def test_costs_that_are_no_numbers_are_told(own, monkeypatch, method):
+    for wrong in (None, "many", float("nan"), -1):
+        monkeypatch.setattr(own.Average, method, lambda self, sizes, length, wrong=wrong: wrong)
+        with pytest.raises(convt5.UserError, match=rf"Average\.{method} returns .* finite number"):
+            costs.model_cost(tiny_config(own.Average()), encoder_length=8, decoder_length=8)
+
+
+def test_a_reach_or_a_module_that_is_none_is_told(own, monkeypatch):
+    monkeypatch.setattr(own.Average, "build", lambda self, sizes, *, key: None)
+    with pytest.raises(convt5.UserError, match=r"build returns None, but must return a .*Mixer"):
+        tiny_config(own.Average()).build(jax.random.key(0))
+    for wrong in ((1, 0), Reach(-1, 0), Reach(0.5, 0)):
+        monkeypatch.setattr(own.Average, "reach", wrong)
+        with pytest.raises(convt5.UserError, match=r"my_mixer.Average.reach=.* must be a Reach"):
+            tiny_config(own.Average())
 
 
 def test_a_wrong_kind_in_a_module_that_gin_imports_is_told_with_its_line(own):

@@ -362,6 +362,13 @@ def test_a_sentinel_of_endless_digits_is_text(model):
     assert predictor(model).encode(text) == [*BYTES.encode(text), 1]
 
 
+def test_sizes_that_no_memory_holds_are_refused():
+    names = ("max_length", "max_input_length", "batch_size")
+    with pytest.raises(UserError, match="3 faults") as caught:
+        PredictConfig(**dict.fromkeys(names, 10**9))
+    assert str(caught.value).count("=1000000000 must be at most 16,777,216") == 3
+
+
 def test_impossible_settings_are_reported_together():
     with pytest.raises(UserError, match=r"(?s)max_length=0.*batch_size=0.*long_inputs='cut'"):
         PredictConfig(max_length=0, batch_size=0, long_inputs="cut")

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 from test_vision_training import MODEL, Stripes
 
 import convt5
@@ -234,6 +235,35 @@ def test_images_of_other_classes_than_in_training_are_refused(tmp_path):
     plan = make_plan(str(tmp_path / "checkpoints" / "4"), model=MODEL, settings=settings)
     with pytest.raises(UserError, match="label 1 is the class 'rows', but in training 'columns'"):
         plan.evaluator(plan.tasks[0])
+
+
+@pytest.mark.parametrize("kind", ["npz", "folder"])
+def test_results_name_the_content_of_their_images(run_dir, tmp_path, capsys, kind):
+    def write(draw, path):
+        images = np.random.default_rng(draw).integers(0, 255, (6, 8, 8)).astype(np.uint8)
+        if kind == "npz":
+            return np.savez(path / "test.npz", images=images, labels=np.arange(6))
+        for label, pixels in enumerate(images):
+            (path / "test" / str(label)).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels[: 8 - draw]).save(path / "test" / str(label) / "1.bmp")
+
+    source, suffix = {"npz": ("Npz", ".npz"), "folder": ("Folder", "")}[kind]
+    command = [
+        f"--checkpoint={run_dir}",
+        f"--output_dir={tmp_path}/out",
+        f"--gin.SOURCE=@sources.{source}()",
+        f"--gin.sources.{source}.path='{tmp_path}/{{split}}{suffix}'",
+        *["--gin.sources.Folder.channels=1"] * (kind == "folder"),
+    ]
+    write(0, tmp_path)
+    assert evaluation.main(command) == 0
+    assert evaluation.main([*command, "--follow", "--timeout=0"]) == 0
+    assert capsys.readouterr().out.count("step 4  images/test") == 1
+    write(1, tmp_path)
+    assert evaluation.main([*command, "--follow", "--timeout=0"]) == 0
+    told = capsys.readouterr()
+    assert "content.images: " in told.err
+    assert told.out.count("step 4  images/test") == 1
 
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])

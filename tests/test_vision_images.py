@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -263,6 +264,20 @@ def test_a_folder_has_a_class_in_each_of_its_folders(folder):
     batch = next(build(source=source, batch_size=4, num_epochs=1, shuffle=False))
     assert numbers(batch) == [0, 10, 20, 30]
     assert batch["labels"].tolist() == [0, 0, 1, 1]
+
+
+def test_a_position_of_a_folder_whose_images_changed_is_refused(folder, tmp_path):
+    def build_from(path):
+        return build(source=Folder(path=str(path), channels=1))
+
+    state = build_from(folder).get_state()
+    build_from(shutil.copytree(folder, tmp_path / "copy")).set_state(state)
+    (tmp_path / "copy" / "cat" / "1.png").write_bytes((folder / "dog" / "10.png").read_bytes())
+    with pytest.raises(UserError, match=r"the data of the run changed since its .*content: "):
+        build_from(tmp_path / "copy").set_state(state)
+    earlier = json.loads(split_position(state)[0])
+    del earlier["settings"]["content"]  # Earlier versions told the names alone.
+    build_from(tmp_path / "copy").set_state(position(json.dumps(earlier).encode()))
 
 
 def test_files_of_a_folder_that_are_not_read_are_told(folder):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from convt5.modeling import attention
 from convt5.modeling.description import ModelDescription, StackName, StemLayer
 from convt5.modeling.mixers.base import MixerConfig, Reach
+from convt5.modeling.mixers.results import number_of
 from convt5.modeling.model import ConvT5
 from convt5.modeling.tree_paths import named_leaves
 from convt5.training import schedule
@@ -390,7 +391,7 @@ def _layer_flops(
     """Returns the forward FLOPs per token of a layer; `source` is the encoder's length, if any."""
     matrices = 2 if config.mlp == "relu" else 3
     flops = 2.0 * matrices * config.emb_dim * config.mlp_dim
-    flops += mixing.flops(config, length)
+    flops += number_of(mixing, "flops", config, length)
     flops += 2 * mixing.canon_kernel_size * mixing.canon_channels(config)
     if source is not None:
         flops += attention.flops(config, queries=length, keys=source) / length
@@ -405,7 +406,7 @@ def _layer_activations(
     # The feed-forward layer: the inputs of its norm and products, and of the product wo.
     gated = config.mlp != "relu"
     kept = width * (2 * config.emb_dim + (3 if gated else 1) * config.mlp_dim)
-    kept += mixing.activation_bytes(config, length)
+    kept += number_of(mixing, "activation_bytes", config, length)
     # The input of each Canon layer, and of its activation.
     vectors = 1 if mixing.canon_activation == "none" else 2
     kept += width * vectors * mixing.canon_channels(config)
@@ -418,7 +419,7 @@ def _decoding_bytes(config: ModelDescription, *, encoder_length: int, decoder_le
     """Returns the bytes that decoding keeps per row: taps' inputs, or keys and values."""
     memory = attention.cache_size(config, encoder_length)
     numbers = sum(
-        mixing.state_size(config, decoder_length)
+        number_of(mixing, "state_size", config, decoder_length)
         + mixing.canon_slots * mixing.canon_channels(config)
         + memory
         for mixing in config.decoder_layers

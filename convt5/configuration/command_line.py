@@ -243,7 +243,8 @@ def _known(error: Exception) -> errors.UserError | None:
     """Returns the user error for an exception; None for a bug."""
     if isinstance(error, errors.UserError):
         return error
-    return errors.of_files(error) or absent_accelerators.of_devices(error)
+    of_machine = errors.of_files(error) or errors.of_memory(error)
+    return of_machine or absent_accelerators.of_devices(error)
 
 
 def _tell(text: str) -> None:

@@ -74,6 +74,23 @@ def lack_of_room(error: BaseException) -> str | None:
     return next((os.strerror(n) for n in numbers if os.strerror(n) in str(error)), None)
 
 
+def of_memory(error: BaseException, *, about: str = "") -> UserError | None:
+    """Returns the user error for a lack of memory; None for other errors.
+
+    Args:
+        error: what Python, JAX or TensorFlow raised.
+        about: the sizes that need the memory, if they are known.
+    """
+    text = str(error)
+    # On-chip memory ("vmem") depends on a kernel, not on settings.
+    is_of_device = "RESOURCE_EXHAUSTED" in text and "vmem" not in text
+    if not (is_of_device or isinstance(error, MemoryError)):
+        return None
+    reason = (text.strip().splitlines() or ["the system refuses more"])[0][:300]
+    sizes = about or "batch sizes, lengths, numbers of results or the model"
+    return TrainingError(f"there is too little memory ({reason}); lower {sizes}.")
+
+
 def of_files(error: BaseException) -> UserError | None:
     """Returns the user error for an error about a path or a bucket; None for other errors.
 

@@ -158,21 +158,28 @@ def layer_faults(count: int, *, where: str = "") -> list[str]:
 
 
 def count_faults(
-    description: object, names: Iterable[str], *, none: str | None = None
+    description: object,
+    names: Iterable[str],
+    *,
+    none: str | None = None,
+    rule: rules.Rule = rules.size,
 ) -> list[str]:
-    """Returns an error for each attribute that is not an integer of at least 1.
+    """Returns an error for each attribute that is not an integer of at least 1, or too large.
 
     Args:
         description: the object with the attributes.
         names: names of the attributes.
         none: the meaning of None, if it is allowed.
+        rule: `rules.count` allows values of any size.
     """
     values = {name: getattr(description, name) for name in names}
     alternative = "" if none is None else f", or None for {none}"
     return [
         f"{name}={errors.clip(value)} must be an integer of at least 1{alternative}."
+        if rules.count(value)
+        else f"{name}={value} {rules.size(value)}"
         for name, value in values.items()
-        if rules.count(value) and not (value is None and none is not None)
+        if rule(value) and not (value is None and none is not None)
     ]
 
 
@@ -199,6 +206,41 @@ def step_faults(description: object, names: Iterable[str]) -> list[str]:
 def fits_64_bits(number: int) -> bool:
     """Returns whether a number can be a seed: a jax key is made of 64 bits."""
     return isinstance(number, numbers.Integral) and -(2**63) <= number < 2**63
+
+
+def signature_faults(subclass: type, base: type) -> list[str]:
+    """Returns a sentence for each method that cannot be called as its base declares it."""
+    faults = []
+    for name, declared in vars(base).items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        own = inspect.getattr_static(subclass, name)
+        if isinstance(declared, property) and isinstance(own, types.FunctionType):
+            faults.append(f"{name} is a method, but must be a property; write @property above it.")
+        if not isinstance(declared, types.FunctionType) or own is declared:
+            continue
+        if not callable(getattr(subclass, name)):
+            faults.append(f"{name}={errors.clip(own)} must be a method; see {base.__name__}.")
+        elif isinstance(own, types.FunctionType) and (fault := _call_fault(declared, own)):
+            faults.append(f"{name} {fault}; see {base.__name__}.")
+    return faults
+
+
+def _call_fault(declared: types.FunctionType, own: types.FunctionType) -> str:
+    """Returns why `own` does not take the arguments of `declared`, or ""."""
+    wanted = inspect.signature(declared).parameters.values()
+    names = [p.name for p in wanted if p.kind is p.KEYWORD_ONLY]
+    count = len(wanted) - len(names)
+    found = inspect.signature(own)
+    try:
+        found.bind(*range(count), **dict.fromkeys(names))
+    except TypeError as error:
+        plain = [p.replace(annotation=p.empty) for p in wanted]
+        return (
+            f"takes ({', '.join(found.parameters)}), but must take {inspect.Signature(plain)}: "
+            f"{error}"
+        )
+    return ""
 
 
 def check_reads_text(model: object, what: str = "the data are") -> None:

@@ -17,6 +17,10 @@ Rule = Callable[[object], str]
 """Returns what a value must be, as the end of a sentence, or "" if it is valid."""
 
 
+MOST = 2**24
+"""The largest size that a command holds in memory: float32 counts no further, and lengths too."""
+
+
 def ruled(rule: Rule, default: Any = dataclasses.MISSING, *, per_layer: bool = False) -> Any:
     """Returns a dataclass field that `faults` checks.
 
@@ -51,6 +55,13 @@ def field_faults(field: dataclasses.Field, value: object, where: str = "") -> li
 def count(value: object) -> str:
     """Rule: an integer of at least 1; True is not one."""
     return "" if _is_count(value) else "must be an integer of at least 1."
+
+
+def size(value: object) -> str:
+    """Rule: an integer from 1 to `MOST`, for what is held in memory at once."""
+    if not _is_count(value):
+        return count(value)
+    return "" if value <= MOST else f"must be at most {MOST:,} (2 ** 24), which fills any memory."
 
 
 def count_or(meaning: str) -> Rule:
@@ -100,5 +111,5 @@ def finite(value: object) -> TypeGuard[float]:
         return False
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -45,6 +45,7 @@ class ImagePlan:
         checkpoint: path of the model.
         tasks: the images, as one task.
         data: the images of the split, each once.
+        batches: their batches, of which every host sees all, and computes every n-th.
         loss: the loss of the run, reported as the objective.
         statistics: how batch statistics are re-estimated; None uses the saved ones.
         num_examples: number of images, from the first; None means all.
@@ -55,6 +56,7 @@ class ImagePlan:
     checkpoint: str
     tasks: Sequence[Images]
     data: ImageDataConfig
+    batches: ImageBatches
     loss: VisionLoss
     statistics: Reestimate | None
     num_examples: int | None
@@ -78,6 +80,7 @@ class ImagePlan:
         anew = self.statistics
         return {
             "data": {**data, "source": repr(self.data.source)},
+            "content": {NAME: self.batches.content},
             "num_examples": self.num_examples,
             "reestimate_batches": anew.num_batches if anew else None,
             "label_smoothing": self.loss.label_smoothing,
@@ -112,7 +115,7 @@ def make_plan(
         ema: whether to measure the average over the updates.
 
     Raises:
-        UserError: the run has no images, or they do not fit the model.
+        UserError: the run has no images, or they cannot be read, or do not fit the model.
     """
     train, data, wanted = settings.train, settings.data, settings.evaluate
     if not isinstance(data, ImageDataConfig):
@@ -133,6 +136,7 @@ def make_plan(
         checkpoint=checkpoint,
         tasks=[Images(NAME)],
         data=data,
+        batches=data.build(process_index=0, process_count=1),
         loss=loss if isinstance(loss, VisionLoss) else VisionLoss(),
         statistics=_statistics(train, reestimate),
         num_examples=wanted.num_examples,
@@ -145,14 +149,13 @@ class ImageEvaluator:
     """The images of one split, on which any number of models can be measured.
 
     Raises:
-        UserError: the images cannot be read, or have other classes than in training.
+        UserError: the images have other classes than in training.
     """
 
     def __init__(self, plan: ImagePlan, task: Images):
         self._plan = plan
         self._task = task
-        # Every host sees the same batches, and computes every n-th of them.
-        self._batches: ImageBatches = plan.data.build(process_index=0, process_count=1)
+        self._batches = plan.batches
         data_checks.check_class_names(
             self._batches.class_names,
             run_directory.find_class_names(plan.checkpoint),

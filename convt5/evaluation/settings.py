@@ -62,9 +62,10 @@ class PredictConfig:
 
     def __post_init__(self):
         faults = [
-            f"{name}={value!r} must be at least 1, and an integer."
+            f"{name}={value!r} "
+            + ("must be at least 1, and an integer." if rules.count(value) else broken)
             for name in ("max_length", "max_input_length", "batch_size")
-            if rules.count(value := getattr(self, name))
+            if (broken := rules.size(value := getattr(self, name)))
             and not (value is None and name in _LENGTHS)
         ]
         faults += _seed_faults(self.seed)

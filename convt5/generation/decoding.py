@@ -6,17 +6,21 @@ Results do not depend on the padding, apart from rounding, which differs between
 
 import contextlib
 import functools
+import math
 import operator
-from typing import NamedTuple, SupportsIndex, TypedDict, Unpack
+from collections.abc import Iterator
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from convt5 import errors
+from convt5.errors import rules
 from convt5.generation import mesh_tf_search
 from convt5.generation.mesh_tf_search import MeshTFBeamSearch
 from convt5.generation.search import (
@@ -132,6 +136,7 @@ def decode(
         UserError: tokens are outside the vocabulary, limits are contradictory, or axes, rows or
             dtypes of the arrays are wrong.
     """
+    _check_untraced("decode", (model, encoder_input_tokens, max_length, max_lengths, prefix, key))
     strategy = Greedy() if strategy is None else strategy
     max_length = _integer("max_length", max_length)
     end_id, hide_start_token = _special_tokens(special, model.config.vocab_size)
@@ -139,25 +144,31 @@ def decode(
     sources = _array("decode", "encoder_input_tokens", encoder_input_tokens)
     _check_axes("decode", "encoder_input_tokens", sources, "batch source")
     batch = sources.shape[0]
+    sizes = {"rows": batch, "results of each": results_per_row(strategy), "max_length": max_length}
+    _check_sizes("decode", sizes)
     prefix = _array("decode", "prefix", np.zeros((batch, 0), int) if prefix is None else prefix)
     limits = np.full((batch,), max_length) if max_lengths is None else np.asarray(max_lengths)
-    prefix = _check_prefix(model, sources, prefix, limits)
+    prefix = _check_prefix(model, sources, prefix, limits, strategy)
     _check_limits(max_length, limits, prefix, end_id)
-    _check_forced(strategy, prefix)
     keys = _row_keys(key, batch, strategy)
     if batch == 0:
         return _nothing(results_per_row(strategy), max_length)
     shape = (_row_bucket(batch, batch_sharding), _length_bucket(model, max_length))
-    # Only rows that request no result can have a longer prefix.
-    inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
     settings = {"strategy": strategy, "end_id": end_id, "hide_start_token": hide_start_token}
-    results = _on_devices(batch_sharding, _search, model, inputs, **settings)
-    results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
+    with _naming_sizes("decode", sizes):
+        # Only rows that request no result can have a longer prefix.
+        inputs = _pad_inputs(model, sources, prefix[:, :max_length], limits, keys, shape=shape)
+        results = _on_devices(batch_sharding, _search, model, inputs, **settings)
+        results = jax.tree.map(lambda x: _on_host(x)[:batch], results)
     return results._replace(tokens=results.tokens[:, :, :max_length])
 
 
 def _check_prefix(
-    model: ConvT5, sources: np.ndarray, prefix: np.ndarray, limits: np.ndarray
+    model: ConvT5,
+    sources: np.ndarray,
+    prefix: np.ndarray,
+    limits: np.ndarray,
+    strategy: Strategy,
 ) -> np.ndarray:
     """Checks axes, rows and tokens of the arguments of `decode`; returns the trimmed prefix."""
     _check_axes("decode", "prefix", prefix, "batch prefix")
@@ -167,6 +178,11 @@ def _check_prefix(
     prefix = _trim(prefix)
     _check_tokens(model, "encoder_input_tokens", sources)
     _check_tokens(model, "prefix", prefix)
+    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
+        raise errors.UserError(
+            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
+            "BeamSearch."
+        )
     return prefix
 
 
@@ -223,6 +239,7 @@ def score(
         UserError: tokens are outside the vocabulary, axes, rows or dtypes of the arrays are wrong,
             or lengths exceed the targets.
     """
+    _check_untraced("score", (model, encoder_input_tokens, targets, lengths, prefix_lengths))
     sources = _array("score", "encoder_input_tokens", encoder_input_tokens)
     targets = _array("score", "targets", targets)
     _check_axes("score", "encoder_input_tokens", sources, "batch source")
@@ -242,8 +259,10 @@ def score(
         _pad(lengths, (rows, columns)),
         _pad(starts, (rows,)),
     )
-    parts = _on_devices(batch_sharding, _score_tokens, model, *inputs, regularizers=regularizers)
-    token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in parts)
+    settings = {"regularizers": regularizers}
+    with _naming_sizes("score", {"rows": batch, "choices of each": choices, "tokens": longest}):
+        parts = _on_devices(batch_sharding, _score_tokens, model, *inputs, **settings)
+        token_log_probs, token_objectives = (_on_host(x)[:batch, :choices, :longest] for x in parts)
     log_probs = token_log_probs.sum(axis=-1)
     scored = np.maximum(lengths - starts[:, None], 1).astype(np.float32)
     scores = log_probs / scored**length_penalty
@@ -333,6 +352,43 @@ def _to_typed_keys(key):
         ) from error
 
 
+_INSIDE_OF_JIT = {
+    "decode": "search of convt5.generation.decoding",
+    "score": "the model and convt5.ops.token_cross_entropy",
+}
+
+
+def _check_untraced(where: str, given: Any) -> None:
+    """Raises `UserError` inside of a transformation of JAX, where arrays have no values."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((jnp.zeros(()), given))):
+        raise errors.UserError(
+            f"{where} is called inside of jax.jit or another transformation of JAX, but it takes "
+            "and returns host arrays, and compiles by itself; call it outside, or use "
+            f"{_INSIDE_OF_JIT[where]} inside."
+        )
+
+
+def _check_sizes(where: str, sizes: dict[str, int]) -> None:
+    """Raises `UserError` for results that no memory holds: all of them together, as integers."""
+    total = math.prod(sizes.values())
+    faults = [f"{name}={n} {rules.size(n)}" for name, n in sizes.items() if n > rules.MOST]
+    if not faults and total >= 2**31:
+        named = ", ".join(f"{name}={n}" for name, n in sizes.items())
+        faults = [f"{named} are {total:,} tokens, but must be below 2 ** 31; lower one of them."]
+    errors.raise_all(faults, where=where)
+
+
+@contextlib.contextmanager
+def _naming_sizes(where: str, sizes: dict[str, int]) -> Iterator[None]:
+    """Names the sizes in an error about a lack of memory."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        named = ", ".join(f"{name}={n}" for name, n in sizes.items())
+        known = errors.of_memory(error, about=f"one of the sizes of {where}, {named}")
+        raise (known or error) from error
+
+
 def _integer(name: str, value: SupportsIndex) -> int:
     try:
         return operator.index(value)
@@ -405,14 +461,6 @@ def _check_tokens(model: ConvT5, name: str, tokens: np.ndarray) -> None:
         raise errors.UserError(
             f"{name} holds the id {wrong[0]}, but the model's vocab_size={vocab_size} allows 0 to "
             f"{vocab_size - 1}; encode the text with the vocabulary the model was trained with."
-        )
-
-
-def _check_forced(strategy: Strategy, prefix: np.ndarray) -> None:
-    if isinstance(strategy, MeshTFBeamSearch) and prefix.size:
-        raise errors.UserError(
-            "decode: prefix is given, but MeshTFBeamSearch forces none, as the original; use "
-            "BeamSearch."
         )
 
 

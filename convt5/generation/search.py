@@ -56,7 +56,7 @@ class Sampling:
 
     def __post_init__(self):
         checks.make_plain(self)
-        faults = checks.count_faults(self, ("top_k",), none="every token")
+        faults = checks.count_faults(self, ("top_k",), none="every token", rule=rules.count)
         faults += checks.count_faults(self, ("num_results",))
         if not (rules.finite(self.temperature) and self.temperature >= LOWEST_TEMPERATURE):
             faults.append(

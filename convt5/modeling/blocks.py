@@ -15,6 +15,7 @@ from convt5.modeling.attention import Attention, AttentionState, RelativeBias
 from convt5.modeling.canon import Along, Canon, apply_canon, canons_of
 from convt5.modeling.description import LayerOrder, ModelDescription, Remat
 from convt5.modeling.layers import DropoutKey, Mlp, Norm, build_layers, dropout, split_key
+from convt5.modeling.mixers import results
 from convt5.modeling.mixers.base import MixerConfig, Position, StackInputs, State, select_rows
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class EncoderLayer(nnx.Module):
     def __init__(self, config: ModelDescription, mixing: MixerConfig, *, key: PRNGKeyArray):
         mixing_key, mlp_key = jax.random.split(key)
         self.mixing_norm = _norm(config)
-        self.mixing = mixing.build(config, key=mixing_key)
+        self.mixing = results.build_mixer(mixing, config, key=mixing_key)
         self.mlp_norm = _norm(config)
         self.mlp = Mlp(
             config.emb_dim,
@@ -94,7 +95,8 @@ class EncoderLayer(nnx.Module):
 
         def mix(y):
             y = apply_canon(self.mixing_canon, y, inputs)
-            return self.mixing(y, inputs, dropout_key=branch_key)
+            mixed = self.mixing(y, inputs, dropout_key=branch_key)
+            return results.checked_output(self.mixing, "__call__", mixed, y)
 
         return self.residual(x, mix, self.mixing_norm, dropout_key=residual_key)
 
@@ -144,6 +146,7 @@ class DecoderLayer(EncoderLayer):
         batch, _, emb_dim = memory.shape
         rows = batch * copies
         mixing = self.mixing.init_state(rows, length, emb_dim, memory.dtype)
+        mixing = results.checked_state(self.mixing, mixing, rows)
         canons = {
             name: canon.init_state(rows, memory.dtype) for name, canon in canons_of(self).items()
         }
@@ -164,7 +167,8 @@ class DecoderLayer(EncoderLayer):
 
         def mix(y):
             y = apply_canon(self.mixing_canon, y, position)
-            y, after = self.mixing.step(y, state.mixing, position)
+            result = self.mixing.step(y, state.mixing, position)
+            y, after = results.checked_step(self.mixing, result, y, state.mixing)
             mixed.append(after)
             return y
 

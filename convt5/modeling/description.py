@@ -14,7 +14,7 @@ from convt5 import errors
 from convt5.errors import checks, rules
 from convt5.errors.rules import ruled
 from convt5.modeling.layers import MlpKind, NormKind
-from convt5.modeling.mixers import KINDS
+from convt5.modeling.mixers import KINDS, results
 from convt5.modeling.mixers.base import MixerConfig
 
 LayerOrder = Literal["pre", "branch", "post"]
@@ -144,6 +144,7 @@ class StackConfig:
             return faults
         for i, layer in enumerate(self.layers()):
             layer_faults = layer.faults(f"{where}[layer {i}]", emb_dim=emb_dim)
+            layer_faults += results.reach_faults(layer)
             faults += [fault for fault in layer_faults if fault not in faults]
         return faults
 

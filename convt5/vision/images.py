@@ -148,6 +148,7 @@ class ImageBatches:
         token_bytes: None, because there is no text.
         num_images: number of images of the split.
         class_names: names of the labels, if they have names.
+        content: identifies the images.
         num_skipped: number of unreadable images so far.
     """
 
@@ -156,6 +157,7 @@ class ImageBatches:
     def __init__(self, config: ImageDataConfig, images: ImageSet, row_slice: slice):
         self.num_images = images.size
         self.class_names = images.class_names
+        self.content = images.content or images.fingerprint
         self.num_skipped = 0
         self._config = config
         self._images = images
@@ -163,7 +165,11 @@ class ImageBatches:
             images.size,
             config=config,
             row_slice=row_slice,
-            settings=dataclasses.asdict(config) | {"images": images.fingerprint},
+            settings={
+                **dataclasses.asdict(config),
+                "images": images.fingerprint,
+                **({"content": images.content} if images.content else {}),
+            },
             item="image",
         )
 

@@ -129,13 +129,14 @@ class Position(NamedTuple):
 class Mixer(nnx.Module):
     """A module in place of self-attention; its attributes name its parameters.
 
-    A subclass that leaves out one of the first three methods raises `UserError` when it is defined.
+    A subclass that leaves out one of the first three methods, or declares other parameters than are
+    given to it, raises `UserError` when it is defined.
     """
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         faults = _missing(cls, Mixer, ("__call__", "init_state", "step"))
-        errors.raise_all(faults, where=_full_name(cls))
+        errors.raise_all(faults or checks.signature_faults(cls, Mixer), where=full_name(cls))
 
     def __call__(
         self,
@@ -273,17 +274,17 @@ _defined: dict[str, type[MixerConfig]] = {}
 
 def _define(kind: type[MixerConfig]) -> None:
     """Makes a kind known; raises `UserError` if its name is taken or something is missing."""
-    name, full_name = kind.kind, _full_name(kind)
+    name, own_name = kind.kind, full_name(kind)
     known = _defined.get(str(name))
-    if known is not None and _full_name(known) == full_name:
+    if known is not None and full_name(known) == own_name:
         if issubclass(kind, known):
             return  # Gin derives a class from each that it calls.
         known = None  # It is defined again, as in a notebook.
-    faults = _missing(kind, MixerConfig, _ANSWERS)
+    faults = _missing(kind, MixerConfig, _ANSWERS) or checks.signature_faults(kind, MixerConfig)
     if not (isinstance(name, str) and name.isidentifier()):
         faults.append(f"kind={name!r} must be a name of letters, digits and underscores.")
     if known is not None:
-        faults.append(f"kind={name!r} is the name of {_full_name(known)}; choose another.")
+        faults.append(f"kind={name!r} is the name of {full_name(known)}; choose another.")
     is_ours = kind.__module__.startswith("convt5.")
     stacked = {pattern for other in _defined.values() for pattern in other.stacked_parameters}
     if not is_ours and not stacked.issuperset(kind.stacked_parameters):
@@ -291,17 +292,18 @@ def _define(kind: type[MixerConfig]) -> None:
             f"stacked_parameters={kind.stacked_parameters!r} has no effect outside of convt5; "
             "bind `stacked` of the optimizer instead."
         )
-    errors.raise_all(faults, where=full_name)
+    errors.raise_all(faults, where=own_name)
     _defined[name] = kind
 
 
 def _missing(subclass: type, base: type, names: tuple[str, ...]) -> list[str]:
     """Returns a sentence if a class does not define what its base only declares."""
     missing = [name for name in names if getattr(subclass, name) is getattr(base, name)]
-    return [f"it must define {', '.join(missing)}; see {_full_name(base)}."] if missing else []
+    return [f"it must define {', '.join(missing)}; see {full_name(base)}."] if missing else []
 
 
-def _full_name(value: type) -> str:
+def full_name(value: type) -> str:
+    """Returns the name of a class with its module."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
@@ -329,7 +331,7 @@ def revive(described: Any) -> Any:
     if module != kind.__module__:
         warnings.warn(
             f"the mixing kind {name} of the model is that of the module {errors.clip(module)}; "
-            f"{_full_name(kind)} takes its place",
+            f"{full_name(kind)} takes its place",
             stacklevel=2,
         )
     known = [field.name for field in dataclasses.fields(kind)]
