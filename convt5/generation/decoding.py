@@ -385,8 +385,9 @@ def _naming_sizes(where: str, sizes: dict[str, int]) -> Iterator[None]:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         named = ", ".join(f"{name}={n}" for name, n in sizes.items())
-        known = errors.of_memory(error, about=f"one of the sizes of {where}, {named}")
-        raise (known or error) from error
+        if known := errors.of_memory(error, about=f"one of the sizes of {where}, {named}"):
+            raise known from error
+        raise
 
 
 def _integer(name: str, value: SupportsIndex) -> int:
