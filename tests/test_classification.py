@@ -22,6 +22,7 @@ from convt5.tasks import (
 )
 from convt5.tasks.classification import PAPER_TASKS, paper_task, text_classification
 from quick import quick
+from task_examples import examples
 
 from convt5 import data, errors, evaluation
 from convt5.configuration import gin_config
@@ -48,13 +49,6 @@ def folder(tmp_path):
     for name in ("train.jsonl.gz", "dev.jsonl", "extra.jsonl"):
         write_rows(tmp_path / name, ROWS)
     return str(tmp_path)
-
-
-def examples(task, split="train", **arguments):
-    dataset = task.get_dataset(
-        None, split, **{"shuffle": False, "try_in_mem_cache": False, **arguments}
-    )
-    return list(dataset.as_numpy_iterator())
 
 
 def texts(task, split="train", **arguments):

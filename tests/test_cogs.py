@@ -2,6 +2,7 @@
 
 import pytest
 from convt5.tasks import cogs
+from task_examples import examples
 
 from convt5 import errors
 
@@ -18,11 +19,6 @@ def task(tmp_path):
     for name, text in {"train": TRAIN, "dev": TRAIN, "test": TRAIN, "gen": GEN}.items():
         (tmp_path / f"{name}.tsv").write_text(text)
     return cogs.cogs(str(tmp_path))
-
-
-def examples(task, split):
-    dataset = task.get_dataset(None, split, shuffle=False, try_in_mem_cache=False)
-    return list(dataset.as_numpy_iterator())
 
 
 def measured(task, split, predictions):

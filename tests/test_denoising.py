@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import seqio
+import task_examples
 import tensorflow as tf
 from convt5.tasks import denoising, pretraining, synthetic, vocabularies
 
@@ -23,10 +24,7 @@ def corpus(tmp_path_factory):
 
 
 def examples(task, lengths=LENGTHS, num=-1, seed=0):
-    dataset = task.get_dataset(
-        lengths, "train", shuffle=False, seed=seed, num_epochs=1, try_in_mem_cache=False
-    )
-    return list(dataset.take(num).as_numpy_iterator())
+    return task_examples.examples(task, "train", lengths, num=num, seed=seed, num_epochs=1)
 
 
 def decoded(example, name):

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import seqio
+import task_examples
 import tensorflow_datasets as tfds
 from convt5.tasks import pretraining, vocabularies
 from convt5.tasks.sources import PreparedTfdsSource
@@ -23,10 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def examples(task, split="train", *, num=1000, **arguments):
-    dataset = task.get_dataset(
-        LENGTHS, split, **{"seed": 0, "shuffle": False, "try_in_mem_cache": False, **arguments}
-    )
-    return list(dataset.take(num).as_numpy_iterator())
+    return task_examples.examples(task, split, LENGTHS, num=num, **{"seed": 0, **arguments})
 
 
 def text_of(example, vocabulary):

@@ -6,6 +6,7 @@ import pytest
 import seqio
 import tensorflow_datasets as tfds
 from convt5.tasks import registration, squad, vocabularies
+from task_examples import examples
 
 from convt5 import errors
 
@@ -19,11 +20,6 @@ ROW = {
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def examples(task, split="train"):
-    dataset = task.get_dataset(None, split, shuffle=False, try_in_mem_cache=False)
-    return list(dataset.as_numpy_iterator())
 
 
 def test_the_question_comes_first_and_the_first_answer_is_the_target(tmp_path):

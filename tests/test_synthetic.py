@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import seqio
+import task_examples
 from convt5.tasks import formats, synthetic
 from quick import quick
 
@@ -26,12 +27,9 @@ some_tasks = pytest.mark.parametrize(
 
 
 def texts(task, split="train", num=5, **arguments):
-    dataset = task.get_dataset(
-        None, split, **{"shuffle": False, "try_in_mem_cache": False, **arguments}
-    )
     return [
         (e["inputs_pretokenized"].decode(), e["targets_pretokenized"].decode())
-        for e in dataset.take(num).as_numpy_iterator()
+        for e in task_examples.examples(task, split, num=num, **arguments)
     ]
 
 

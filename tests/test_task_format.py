@@ -10,6 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import seqio
+import task_examples
 import tensorflow as tf
 import tensorflow_datasets as tfds
 import tiny_run
@@ -71,8 +72,7 @@ def predictor(model, format=None, **settings) -> Predictor:
 
 
 def first_example(task, split="validation"):
-    dataset = task.get_dataset(None, split, shuffle=False, try_in_mem_cache=False)
-    return next(iter(dataset.as_numpy_iterator()))
+    return task_examples.examples(task, split, num=1)[0]
 
 
 @hypothesis.given(st.lists(st.text(), min_size=1, max_size=20))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import seqio
+import task_examples
 import tensorflow as tf
 from convt5.tasks import word_recall
 
@@ -24,8 +25,7 @@ def vocabulary(task):
 
 @pytest.fixture(scope="module")
 def examples(task):
-    dataset = task.get_dataset(LENGTHS, "validation", seed=0, shuffle=False)
-    return list(dataset.as_numpy_iterator())
+    return task_examples.examples(task, "validation", LENGTHS, seed=0)
 
 
 def test_masked_words_stand_elsewhere_in_the_text_and_begin_with_their_clue(examples, vocabulary):
