@@ -118,7 +118,8 @@ from convt5.runtime import late_imports  # noqa: E402
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_custom_prng", True)
 
-gc.set_threshold(50_000, 20, 50)
+# `settled_heap` collects all garbage once a file.
+gc.set_threshold(200_000, 50, 1000)
 
 
 def share_contexts(make, num_programs: int = 200):
