@@ -296,6 +296,7 @@ def test_heads_of_another_width_must_be_given():
 CASES = ["vit_p_token", "vit_p_pooled", "vit_c_token", "vit_c_pooled_deep"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(CASES, chosen=["vit_p_token", "vit_c_pooled_deep"]))
 def test_imports_give_the_logits_of_the_original(golden, case, tmp_path, capsys):
     described = json.loads((golden / "vitc" / "configs.json").read_text())[case]["config"]

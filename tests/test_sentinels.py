@@ -115,6 +115,7 @@ def test_bytes_of_characters_are_no_sentinels_of_byte_level_t5s(vocabulary):
     assert sizes[own.encode(every)].all()
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=3), max_size=101))
 def test_published_byte_level_t5s_mark_a_hundred_spans_between_any_texts(texts):
     """As in a target of span corruption: each text after its sentinel, in order."""

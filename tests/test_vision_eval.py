@@ -92,6 +92,7 @@ def test_the_metrics_are_those_that_training_measured(run_dir, ema):
     assert found["split"] == "test"
 
 
+@pytest.mark.slow
 def test_a_line_for_each_image_holds_its_label_and_the_likeliest_classes(run_dir):
     _, lines = evaluated(run_dir, "--split=validation", "--batch_size=3", split="validation")
     model = convt5.load_model(run_dir)
