@@ -163,6 +163,18 @@ def test_a_task_without_an_example_is_an_error():
         data_report.measure(config(nothing))
 
 
+def config_of_cut(read, step):
+    """Rows of 4 tokens of a task whose source or step needs AutoGraph."""
+    feature = seqio.Feature(vocabularies.characters(), add_eos=False)
+    task = seqio.Task(
+        "cut",
+        source=seqio.FunctionDataSource(read, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[seqio.preprocessors.tokenize, step],
+    )
+    return config(task, encoder_length=4, decoder_length=4)
+
+
 def test_functions_that_need_autograph_are_read_too():
     def cut(tokens, most):
         if tf.size(tokens) > most:
@@ -178,21 +190,14 @@ def test_functions_that_need_autograph_are_read_too():
         texts = tf.data.Dataset.from_tensor_slices([["a", "b"], ["c", "d"]])
         return texts.map(lambda words: {"inputs": tf.strings.reduce_join(cut(words, 1)) + "yz"})
 
-    feature = seqio.Feature(vocabularies.characters(), add_eos=False)
-    task = seqio.Task(
-        "cut",
-        source=seqio.FunctionDataSource(read, splits=["train"]),
-        output_features={"inputs": feature, "targets": feature},
-        preprocessors=[seqio.preprocessors.tokenize, cut_tokens],
-    )
-    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=4, decoder_length=4)
-    (report,) = data_report.measure(config)
+    cut_config = config_of_cut(read, cut_tokens)
+    (report,) = data_report.measure(cut_config)
     assert report.tokens == 2 * (3 + 3)
     lengths = {"inputs": 4, "targets": 4}
-    measured = task_data.read_examples(task, "train", lengths=lengths)
+    measured = task_data.read_examples(cut_config.mixture, "train", lengths=lengths)
     letters = ["".join(map(chr, example["targets"] - 3)) for example in measured]
     assert letters == ["ayz", "cyz"]
-    (batch,) = dataclasses.replace(config, num_epochs=1).build(process_index=0, process_count=1)
+    (batch,) = dataclasses.replace(cut_config, num_epochs=1).build(process_index=0, process_count=1)
     assert sorted(batch["decoder_target_tokens"][:, :3].tolist()) == [
         [ord(letter) + 3 for letter in text] for text in letters
     ]
@@ -209,13 +214,5 @@ def test_steps_that_need_autograph_are_measured_too():
     def read(split, shuffle_files, seed=None):
         return tf.data.Dataset.from_tensor_slices({"inputs": ["abcdef", "gh"]})
 
-    feature = seqio.Feature(vocabularies.characters(), add_eos=False)
-    task = seqio.Task(
-        "cut",
-        source=seqio.FunctionDataSource(read, splits=["train"]),
-        output_features={"inputs": feature, "targets": feature},
-        preprocessors=[seqio.preprocessors.tokenize, cut],
-    )
-    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=4, decoder_length=4)
-    (report,) = data_report.measure(config)
+    (report,) = data_report.measure(config_of_cut(read, cut))
     assert report.tokens == 2 * (3 + 2)

@@ -171,8 +171,7 @@ class _Sample:
         self.num_documents = self.num_bytes = 0
         self.is_whole = False
         is_cached = config.is_cached(task)
-        source = task._get_cached_source(config.split) if is_cached else task.source
-        task_sources.check_files(task, source, config.split)
+        source = task_sources.checked_source(task, config.split, cached=is_cached)
         settings = {"split": config.split, "shuffle": False, "seed": config.seed}
         documents = task_sources.without_autograph(lambda: source.get_dataset(**settings))
         self._count(documents)

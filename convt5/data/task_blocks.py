@@ -91,8 +91,7 @@ class TaskBlocks:
         self._shuffle = shuffle
         self._seed = seed
         self._share = share
-        self._source = task._get_cached_source(split) if cached else task.source
-        task_sources.check_files(task, self._source, split)
+        self._source = task_sources.checked_source(task, split, cached=cached)
         longest = _ROWS * _BYTES_PER_TOKEN * max(lengths.values())
         self._block_bytes = max(_LEAST_BYTES, longest)
         opened = self._open(0)

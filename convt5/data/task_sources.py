@@ -100,6 +100,13 @@ def _files(source: Any, split: str) -> list[str]:
     return list(source.list_shards(split)) if is_known else []
 
 
+def checked_source(task: seqio.Task, split: str, *, cached: bool) -> seqio.DataSource:
+    """Returns what training reads a task from, its source or its cache; see `check_files`."""
+    source = task._get_cached_source(split) if cached else task.source
+    check_files(task, source, split)
+    return source
+
+
 def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
     """Checks the files of a source that was given their names.
 
