@@ -8,6 +8,7 @@ from convt5.runtime import quiet_imports
 with quiet_imports.without_tensorflow_chatter():
     from . import (
         classification,
+        cloze_questions,
         cogs,
         denoising,
         pretraining,
@@ -19,6 +20,7 @@ with quiet_imports.without_tensorflow_chatter():
 
 __all__ = [
     "classification",
+    "cloze_questions",
     "cogs",
     "denoising",
     "pretraining",

@@ -18,6 +18,7 @@ from convt5.text import sentinels
 
 from . import pretraining, registration
 from .span_corruption import (
+    check_corpus,
     check_lengths_given,
     segment_sizes,
     span_corruption,
@@ -244,11 +245,7 @@ def split_prefix(
 
 def _task(name: str, corpus: seqio.Task, denoise: Any) -> seqio.Task:
     """Returns a task with the documents of `corpus` and another objective."""
-    if not isinstance(corpus, seqio.Task):
-        raise errors.UserError(
-            f"{name}: corpus={corpus!r} is no task; give one whose documents are to be taken, such "
-            "as @pretraining.text_span_corruption()."
-        )
+    check_corpus(name, corpus)
     return seqio.Task(
         name,
         source=corpus.source,

@@ -38,6 +38,15 @@ def text_as_targets(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(lambda row: {"targets": row["text"]}, tf.data.AUTOTUNE)
 
 
+def check_corpus(name: str, corpus: Any) -> None:
+    """Raises `UserError` if `corpus`, an argument of the task `name`, is no task."""
+    if not isinstance(corpus, seqio.Task):
+        raise errors.UserError(
+            f"{name}: corpus={corpus!r} is no task; give one whose documents are to be taken, such "
+            "as @pretraining.text_span_corruption()."
+        )
+
+
 class SegmentSizes(NamedTuple):
     """Numbers of tokens of a full segment, before and after corruption.
 

@@ -4,7 +4,7 @@ Rajpurkar et al. 2016 (arXiv 1606.05250). Importing this registers the TFDS data
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import seqio
@@ -51,6 +51,24 @@ def squad(
         vocabulary = vocabulary or vocabularies.characters()
         steps = []
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    return question_answering(name, source, steps, {"inputs": feature, "targets": feature})
+
+
+def question_answering(
+    name: str,
+    source: seqio.DataSource,
+    steps: Sequence[Callable[..., tf.data.Dataset]],
+    output_features: Mapping[str, Any],
+) -> seqio.Task:
+    """Returns a task in the form of SQuAD.
+
+    Args:
+        name: name of the task.
+        source: any seqio source.
+        steps: preprocessors that turn its examples into rows of "context", "question" and
+            "answers", a vector of texts.
+        output_features: the features "inputs" and "targets".
+    """
     # The question comes first, so that truncation of a long context keeps it.
     written = task_format.of_template(
         name,
@@ -67,7 +85,7 @@ def squad(
             seqio.CacheDatasetPlaceholder(),
             seqio.preprocessors.append_eos_after_trim,
         ],
-        output_features={"inputs": feature, "targets": feature},
+        output_features=output_features,
         postprocess_fn=_answers,
         metric_fns=[metrics.squad],
         shuffle_buffer_size=shuffle_buffer_size(source),

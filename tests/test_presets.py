@@ -39,9 +39,9 @@ BYTES = "pretraining.text_span_corruption.vocabulary=@vocabularies.characters()"
 
 
 def gin_files_of(name: str) -> str:
-    """The text of a file and of the run that it includes."""
+    """The text of a file and of the runs that it includes."""
     text = (ROOT / name).read_text()
-    included = re.findall(r"^include '(gin/runs/.*)'$", text, re.MULTILINE)
+    included = re.findall(r"^include '(gin/(?:runs|finetune)/.*)'$", text, re.MULTILINE)
     return "\n".join([text, *map(gin_files_of, included)])
 
 
@@ -170,7 +170,8 @@ def test_released_models_read_four_positions_to_each_side(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "gin/runs").glob("*.gin"))])
 def test_every_run_passes_the_dry_run(name, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("a document\n\nanother one\n")
+    document = "One document of the folder has a sentence of some words. " * 3
+    (tmp_path / "text.txt").write_text(f"{document}\n\n{document} Another one.\n")
     file = f"gin/runs/{name}"
     bindings = [f"RUN_DIR={tmp_path}/run"]
     for macro in ("TEXT", "VALIDATION_TEXT"):
