@@ -234,6 +234,7 @@ def test_formats_of_text_models_refuse_it(target, tmp_path):
         ({"mystery": np.zeros(3)}, r"mystery \(3,\) belongs to no part"),
         ({"encoder.ln.weight": np.zeros(13)}, r"has shape \(13,\), expected \(12,\)"),
         ({"encoder.ln.weight": np.array(["a"])}, "expected numbers"),
+        ({"encoder.ln.weight": np.ones(12, np.int8)}, "encoder.ln.weight' is stored as int8"),
         ({"pos_embedding": np.zeros((36, 1, 12))}, "35 patches, which do not form a square"),
         ({"pos_embedding": np.zeros((37, 12))}, r"has shape \(37, 12\)"),
     ],

@@ -188,6 +188,17 @@ def scanned(golden) -> dict[str, np.ndarray]:
     return found
 
 
+def test_settings_that_are_not_read_are_noted(golden, tmp_path, capsys):
+    gin = tmp_path / "model.gin"
+    gin.write_text("include 't5x/examples/t5/t5_1_1/base.gin'\nnetwork.T5Config.dropout_rate = 0.0")
+    source = f"--checkpoint={golden / 't5x' / 'v1_1'}"
+    flags = ("--from=t5x", "--to=safetensors", source, f"--operative_config={gin}")
+    assert convert.main([*flags, f"--output_dir={tmp_path / 'out'}"]) == 0
+    told = capsys.readouterr().out
+    assert "base.gin' is not read" in told
+    assert "mlp_activations not given: gated_gelu assumed" in told
+
+
 def test_layers_in_one_array_are_taken_apart(golden, tmp_path):
     files = t5x_files.Files(written(tmp_path / "checkpoint_7", scanned(golden)))
     found = t5x.read_model(files)
@@ -204,6 +215,10 @@ def test_a_step_that_float32_does_not_hold_is_read_as_it_is(tmp_path):
 
 def no_state(arrays):
     pass
+
+
+def integers(arrays):
+    arrays["target/decoder/decoder_norm/scale"] = np.ones(48, np.int32)
 
 
 def momentum(arrays):
@@ -227,6 +242,7 @@ def many_layers(arrays):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (integers, "decoder_norm/scale': int32 is no dtype of weights"),
         (no_state, "holds no optimizer state of Adafactor; leave out --optimizer"),
         (momentum, r"has momentum \(state/.*/m\), which .*; leave out --optimizer"),
         (state_of_all_layers, "of all layers in one array, .*; leave out --optimizer"),
@@ -332,6 +348,10 @@ DIVIDED_BY = "models.EncoderDecoderModel.loss_normalizing_factor"
             r"EncoderDecoderModel\.optimizer_def='adamw' is not implemented; remove the line to",
         ),
         ("trainer.Trainer.learning_rate_fn = @my.ramp()", "learning_rate_fn='ramp' is not impl"),
+        ("adafactor.Adafactor.max_parameter_scale = 1.0", r"max_parameter_scale=1\.0 is not"),
+        ("adafactor.Adafactor.global_norm_clip_threshold = 1.0", "global_norm_clip_threshold=1"),
+        ("utils.create_learning_rate_scheduler.step_offset = 9", "step_offset=9 is not impl"),
+        ("utils.create_learning_rate_scheduler.min_learning_rate = 1.0", "min_learning_rate=1.0"),
         ("utils.create_learning_rate_scheduler.factors = 'x'", "factors='x' is not implemented"),
         (f"{DIVIDED_BY} = 'AVERAGE_PER_SEQUENCE'", "'AVERAGE_PER_SEQUENCE' is not implemented"),
         (f"{DIVIDED_BY} = 0", "=0 must be above 0"),

@@ -43,13 +43,18 @@ class OperativeConfig:
     Args:
         text: contents of the file.
         where: name of the file for messages.
+
+    Attributes:
+        includes: its statements that include other files, which are not read.
     """
 
     def __init__(self, text: str, *, where: str = "the operative config"):
         self.where = where
         self._macros: dict[str, str] = {}
         self._bindings: dict[tuple[str, str, str], str] = {}
-        for statement in _statements(text):
+        statements = list(_statements(text))
+        self.includes = [each for each in statements if re.match(r"include\b", each)]
+        for statement in statements:
             if re.match(r"(import|include|from)\b", statement):
                 continue
             match = _STATEMENT.match(statement)
@@ -81,6 +86,10 @@ class OperativeConfig:
 
         `configurable` is matched at the end of the full name. References (@f) are returned as text.
         """
+        value = self._bound(configurable, parameter, scope)
+        return None if value is None else self._value(value)
+
+    def _bound(self, configurable: str, parameter: str, scope: str) -> str | None:
         matches: dict[bool, str] = {}
         for (bound_scope, selector, name), value in self._bindings.items():
             if name != parameter or not f".{selector}".endswith(f".{configurable}"):
@@ -88,8 +97,7 @@ class OperativeConfig:
             scopes = bound_scope.split("/") if bound_scope else []
             if not scopes or scope in scopes:
                 matches[bool(scopes)] = value
-        value = matches.get(True, matches.get(False))
-        return None if value is None else self._value(value)
+        return matches.get(True, matches.get(False))
 
     def number(
         self,
@@ -121,6 +129,16 @@ class OperativeConfig:
         raise self._of_wrong_kind(
             configurable, parameter, value, "an integer" if whole else "a number"
         )
+
+    def limit(self, configurable: str, parameter: str, default: float) -> float | None:
+        """Returns a number as `number` does; None where it is bound, which means without a limit.
+
+        Raises:
+            UserError: the value is neither.
+        """
+        bound = self._bound(configurable, parameter, "")
+        is_none = bound is not None and self._value(bound) is None
+        return None if is_none else self.number(configurable, parameter, default)
 
     def divisor(self, configurable: str, parameter: str, *, scope: str = "") -> float:
         """Returns a number by which a loss is divided, as `get` does, or 1 if nothing is bound.

@@ -361,4 +361,13 @@ def _notes(
 
 def _read_npz(path: pathlib.Path) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
     file = foreign_files.Npz(path, remedy="it may be truncated: copy it again.")
-    return {name: file.header(name).shape for name in file.names}, file.read
+
+    def read(name: str) -> np.ndarray:
+        if (kind := file.header(name).dtype).kind != "f":
+            raise errors.UserError(
+                f"{path}: {errors.clip(name)} is stored as {kind}, but weights are floating-point "
+                "numbers; save them as float32."
+            )
+        return file.read(name)
+
+    return {name: file.header(name).shape for name in file.names}, read

@@ -63,9 +63,12 @@ class Files:
         self.shapes: dict[str, Shape] = self._reader.shapes
 
     def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
-        """Returns an array in a dtype; raises `UserError` if it cannot be read."""
+        """Returns an array; raises `UserError` if it cannot be read, or weights are integers."""
         try:
-            return np.asarray(self._reader.read(name), dtype)
+            value = np.asarray(self._reader.read(name))
+            if dtype is np.float32 and value.dtype.kind in "iub":
+                raise ValueError(f"{value.dtype} is no dtype of weights")
+            return np.asarray(value, dtype)
         except errors.UserError:
             raise
         except Exception as error:
