@@ -148,6 +148,39 @@ def test_files_of_torch_hold_a_state_or_a_dict_with_one(wrap, tmp_path, capsys):
     assert ("ema_state is ignored" in capsys.readouterr().out) == (wrap is checkpoint)
 
 
+# As yacs writes it; lists stand in one line or in several.
+CFG = """BN:
+  EPS: 0.002
+  MOM: 0.2
+LN:
+  EPS: 1.0e-05
+MODEL:
+  TYPE: vit
+VIT:
+  C_STEM_STRIDES:
+  - 1
+  - 3
+  - 1
+  - 1
+  NUM_HEADS: 2
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [CFG, CFG.replace("\n  - 1\n  - 3\n  - 1\n  - 1", " [1, 3, 1, 1]")]
+)
+def test_settings_in_a_file_of_torch_are_those_of_the_model(text, tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    state = {name: torch.tensor(array) for name, array in foreign("conv").items()}
+    torch.save({"model_state": state, "cfg": text}, tmp_path / "a.pyth")
+    found = pycls.read_model(tmp_path / "a.pyth")
+    assert (found.config.num_heads, found.config.stem_strides) == (2, (1, 3, 1, 1))
+    assert (found.config.norm_epsilon, found.config.batch_norm_epsilon) == (1e-5, 0.002)
+    assert found.config.batch_norm_momentum == 0.2
+    assert len(found.report.notes) == 1
+    assert pycls.read_model(tmp_path / "a.pyth", num_heads=3).config.num_heads == 3
+
+
 def test_files_of_torch_without_torch_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "a.pth").write_bytes(b"")
