@@ -291,7 +291,7 @@ def test_the_tokens_with_which_transformers_generates_are_those_of_t5(tmp_path):
     assert "eos_token_id=2 of generation_config.json is not kept" in note
     generation["decoder_start_token_id"] = 5
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    with pytest.raises(UserError, match=r"generation_config\.json: decoder_start_token_id=5"):
+    with pytest.raises(UserError, match=r": generation_config\.json: decoder_start_token_id=5"):
         hugging_face.read_model(tmp_path)
 
 
@@ -303,6 +303,16 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value):
     save_file(arrays, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"decoder\.final_layer_norm\.weight, .* not finite"):
         hugging_face.read_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_weights_of_any_precision_are_read(tmp_path, dtype):
+    written(tmp_path, tiny())
+    arrays = {n: a.astype(dtype) for n, a in load_file(tmp_path / "model.safetensors").items()}
+    save_file(arrays, tmp_path / "model.safetensors")
+    found = hugging_face.read_model(tmp_path)
+    table = arrays["shared.weight"].astype(np.float32)
+    np.testing.assert_array_equal(found.params["token_embedder/embedding"], table, strict=True)
 
 
 def test_truncated_weights_are_named(folder, tmp_path):

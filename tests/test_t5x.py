@@ -208,6 +208,13 @@ def test_layers_in_one_array_are_taken_apart(golden, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, native.params)
 
 
+def test_arrays_of_any_precision_are_read(tmp_path):
+    arrays = {f"target/{n}": np.asarray([1.5, -2], n) for n in ("float16", "float32", "float64")}
+    files = t5x_files.Files(written(tmp_path / "t5x", arrays))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(files.read(name), array.astype(np.float32), strict=True)
+
+
 def test_a_step_that_float32_does_not_hold_is_read_as_it_is(tmp_path):
     arrays = {"state/step": np.asarray(2**24 + 1, np.int32)}
     assert t5x_files.Files(written(tmp_path / "t5x", arrays)).step() == 2**24 + 1

@@ -113,9 +113,7 @@ def read_description(path: str | pathlib.Path) -> tuple[ConvT5Config, int]:
     file = pathlib.Path(path) / CONFIG
     remedy = "pass the folder of a T5 that holds config.json and its weights."
     config = architecture(foreign_files.read_json(file, remedy=remedy), where=str(file))
-    generation = pathlib.Path(path) / GENERATION
-    faults = _id_faults(foreign_files.find_json(generation) or {})
-    errors.raise_all(faults, where=str(generation))
+    check_ids(file.parent)
     return config, 0
 
 
@@ -159,6 +157,18 @@ def write_generation(folder: pathlib.Path, end_id: int, longest: int | None) -> 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def check_ids(folder: pathlib.Path) -> None:
+    """Raises `UserError` where transformers pads or starts with another token than 0."""
+    faults = [
+        f"{file}: {name}={errors.clip(settings[name])} must be 0, as in T5."
+        for file in (CONFIG, GENERATION)
+        for settings in (foreign_files.find_json(folder / file) or {},)
+        for name in ("decoder_start_token_id", "pad_token_id")
+        if settings.get(name, 0) not in (0, None)
+    ]
+    errors.raise_all(faults, where=str(folder))
 
 
 def special_ids(end_id: int) -> dict[str, int]:
@@ -212,7 +222,6 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         )
     elif fault := _activation_fault(settings, mlp):
         faults.append(fault)
-    faults += _id_faults(settings)
     faults += [
         f"{name}={errors.clip(settings[name])} must be true or false."
         for name in ("tie_word_embeddings", "scale_decoder_outputs")
@@ -270,14 +279,6 @@ def _activation_fault(settings: Mapping[str, Any], mlp: str) -> str | None:
         f"{errors.clip(settings.get('is_gated_act', is_gated))} take the place of "
         f"feed_forward_proj={mlp} in transformers; known is {_FUNCTIONS[mlp][0]} with {is_gated}."
     )
-
-
-def _id_faults(settings: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name}={errors.clip(settings[name])} must be 0, as in T5."
-        for name in ("decoder_start_token_id", "pad_token_id")
-        if settings.get(name, 0) not in (0, None)
-    ]
 
 
 def is_t5(config: ConvT5Config) -> bool:

@@ -30,8 +30,8 @@ _MOST_ENTRIES = 2**20
 _MOST_DEPTH = 64
 _MOST_LAYERS = 1000
 _REMEDY = "copy the checkpoint again, or name another one."
-_DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint32")
-_ZARR_DTYPES = {"<f4": 4, "<f2": 2, "bfloat16": 2}
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "int32", "int64", "uint32")
+_ZARR_DTYPES = {"<f8": 8, "<f4": 4, "<f2": 2, "bfloat16": 2}
 # TensorStore unpacks these to no more than the declared size of a piece.
 _COMPRESSIONS = (None, "gzip", "zlib", "zstd")
 _NDARRAY, _SCALAR = 1, 3  # Flax's extension types of msgpack.

@@ -36,7 +36,7 @@ _REMEDY = "copy it again, or save the state_dict of the model anew with torch.sa
 _PROTOCOL = 2  # Pickle protocol of torch.save.
 _ZIP = b"PK\x03\x04"
 _LEGACY_PICKLES = 5  # Magic number, version, machine, the state and the keys of its storages.
-_FLOATS = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 # Tied arrays occur under several names, but no model repeats everything this often.
 _MOST_REPEATS = 8
 _MOST_BUILT = 2**26
