@@ -241,6 +241,15 @@ def test_added_tokens_that_are_not_read_are_noted(tmp_path):
     assert "read as letters: '<sep>'" in note
 
 
+def test_no_name_of_an_array_passes_for_something_else_in_a_report(tmp_path):
+    written(tmp_path, tiny())
+    arrays = load_file(tmp_path / "model.safetensors")
+    arrays["\x1b[2J\nmapped    a -> b"] = np.zeros(1, np.float32)
+    save_file(arrays, tmp_path / "model.safetensors")
+    report = hugging_face.read_model(tmp_path, allow_unmapped=True).report
+    assert report.variables().splitlines()[-1] == r"unmapped  \x1b[2J\nmapped    a -> b"
+
+
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
     written(tmp_path, tiny())
     arrays = load_file(tmp_path / "model.safetensors")

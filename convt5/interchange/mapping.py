@@ -140,7 +140,9 @@ class Report:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
+    # Names in files of others may move the cursor of a terminal, or pass for further lines.
+    shown = (errors.printable(line).replace("\n", r"\n") for line in lines)
+    return "".join(f"{line}\n" for line in shown)
 
 
 class Imported(NamedTuple):
