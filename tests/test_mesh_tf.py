@@ -359,17 +359,16 @@ def test_old_names_of_norms_are_read_as_the_new_ones(tmp_path):
     )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_all_dtypes_of_weights_read_the_same(tmp_path, dtype):
+def test_bfloat16_and_float32_read_the_same(tmp_path):
     import ml_dtypes
 
     exact = {
         name: value.astype(ml_dtypes.bfloat16).astype(np.float32) if value.ndim else value
         for name, value in small_arrays().items()
     }
-    other = {n: v.astype(np.dtype(dtype)) if v.ndim else v for n, v in exact.items()}
+    short = {n: v.astype(ml_dtypes.bfloat16) if v.ndim else v for n, v in exact.items()}
     one = mesh_tf.read_model(Checkpoint(write_checkpoint(tmp_path / "f32", exact)), HEADS)
-    two = mesh_tf.read_model(Checkpoint(write_checkpoint(tmp_path / "other", other)), HEADS)
+    two = mesh_tf.read_model(Checkpoint(write_checkpoint(tmp_path / "bf16", short)), HEADS)
     assert one.config == two.config
     for path, value in one.params.items():
         np.testing.assert_array_equal(value, two.params[path])

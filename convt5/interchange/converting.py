@@ -257,6 +257,8 @@ def _read_mesh_tf(conversion: Conversion) -> tuple[Imported, Callable[..., Any],
     settings = mesh_tf.training_settings(operative)
     imported = mesh_tf.read_model(checkpoint, operative, allow_unmapped=conversion.allow_unmapped)
     imported.report.notes += _settings_notes(conversion, operative)
+    if checkpoint.prefix != conversion.checkpoint:
+        imported.report.notes.append(f"{checkpoint.prefix} is read, at step {imported.step}.")
     moments = None
     if conversion.optimizer:
         moments = of_sum(mesh_tf.read_moments(checkpoint, imported), settings.loss_divisor)
@@ -277,6 +279,8 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
     training = t5x.training_settings(settings)
     imported = t5x.read_model(files, settings, allow_unmapped=conversion.allow_unmapped)
     imported.report.notes += _settings_notes(conversion, settings)
+    if files.folder != pathlib.Path(conversion.checkpoint):
+        imported.report.notes.append(f"{files.folder} is read, at step {imported.step}.")
     moments = None
     if conversion.optimizer:
         moments = of_sum(t5x.read_moments(files, imported), training.loss_divisor)

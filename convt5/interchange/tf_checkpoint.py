@@ -15,7 +15,7 @@ from convt5.runtime import atomic_files, quiet_imports
 STEP = "global_step"
 SLOT = re.compile(r"^(?P<variable>.+)_slot_(?P<kind>\w+)$")
 
-_FLOATS = ("bfloat16", "float16", "float32", "float64")
+_FLOATS = ("bfloat16", "float16", "float32")
 
 
 class Checkpoint:
