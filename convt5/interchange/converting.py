@@ -301,7 +301,7 @@ def _settings_notes(conversion: Conversion, settings: OperativeConfig | None) ->
         for each in settings.includes
     ]
     if not conversion.operative_config:
-        notes.append(f"{settings.where} was found beside the checkpoint.")
+        notes.append(f"settings read from {settings.where}, found beside the checkpoint.")
     return notes
 
 

@@ -113,7 +113,7 @@ def training_settings(operative: OperativeConfig | None) -> Training:
             ("Unitransformer", "loss_fn"): None,
             ("Unitransformer", "loss_on_targets_only"): False,
             ("Unitransformer", "token_dropout_rate"): 0.0,
-            ("tpu_estimator_model_fn", "variable_filter"): None,
+            ("tpu_estimator_model_fn", "variable_filter"): "",
         },
         scope="decoder",
     )
