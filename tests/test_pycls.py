@@ -280,6 +280,17 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(changes, message, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
+@pytest.mark.parametrize("name", ["stem.cstem{}_conv.weight", "encoder.block_{}.ln_1.weight"])
+@pytest.mark.parametrize("number", ["9999999999", "9" * 5000])
+def test_layers_are_counted_only_as_far_as_there_may_be_some(name, number, tmp_path):
+    arrays = foreign("conv")
+    save_file(
+        arrays | {name.format(number): arrays["encoder.ln.weight"]}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(UserError, match="belongs to no part"):
+        pycls.read_model(tmp_path / "a.safetensors", num_heads=3)
+
+
 @pytest.mark.parametrize("shape", [(128, 1, 0, 0), (128, 1, 5, 4)])
 def test_patches_that_are_no_squares_are_named(shape):
     found = {name: array.shape for name, array in foreign("patchify").items()}

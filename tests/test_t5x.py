@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -309,6 +310,13 @@ def test_a_damaged_checkpoint_is_one_message_and_nothing_is_written(
     assert not out.exists()
 
 
+def test_layers_of_arrays_without_numbers_are_not_counted_without_end(tmp_path):
+    empty = np.zeros((0, 1000), np.float32)
+    arrays = {f"target/encoder/layers/{i}": empty for i in range(110)}
+    with pytest.raises(UserError, match="more than 100,000 arrays of single layers"):
+        t5x_files.OneByOne(t5x_files.Files(written(tmp_path / "checkpoint_7", arrays)))
+
+
 def test_arrays_that_msgpack_only_counts_are_not_made():
     with pytest.raises(ValueError, match="exceeds"):
         t5x_files._unpack(b"\xdd\xff\xff\xff\xff")
@@ -401,6 +409,22 @@ def test_the_memory_of_a_divided_loss_is_that_of_its_sum(golden, tmp_path):
     assert moments[0]
     for name, array in moments[0].items():
         np.testing.assert_array_equal(moments[1][name], 64 * np.asarray(array), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"'{chr(92)}'" * 200_000,
+        "'" + r"\'" * 200_000,
+        "'" + r"\'" * 200_000 + "\\" * 3,
+        "@a" + ".a" * 50 + "!",
+    ],
+    ids=["quotes", "escapes", "backslashes", "reference"],
+)
+def test_no_line_of_a_gin_file_takes_more_than_its_length(text):
+    started = time.process_time()
+    OperativeConfig(f"f.x = {text}").reference("f", "x")
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("text", [r"r'state/(.*'", r"'it\'s [ # fine'", '"{: ("  # )'])

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
-from convt5.interchange.operative_config import ACTIVATIONS, OperativeConfig, mlp_kind
+from convt5.interchange.operative_config import ACTIVATIONS, REFERENCE, OperativeConfig, mlp_kind
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.ops.geometry import pad_widths
@@ -430,7 +430,7 @@ def _sublayer_faults(operative: OperativeConfig, stack: StackName) -> list[str]:
     faults = []
     for name, usual in _SUBLAYERS.items():
         told = operative.get("LayerStack", name, scope=stack)
-        names = re.findall(r"@(?:[\w.-]+[./])*(\w+)", str(told))
+        names = re.findall(REFERENCE, str(told))
         plain = [re.sub(r"^sublayer_(legacy_)?(final_)?", "", each) for each in names]
         # Every layer hides padding from itself.
         if told is not None and [each for each in plain if each != "mask_padding"] != [*usual]:

@@ -33,8 +33,12 @@ _MOST_BYTES = 2**20
 _BLOCK = re.compile(r"^(?P<name>[\w./]+):\s*(#.*)?$")
 _IN_BLOCK = re.compile(r"^\s+[A-Za-z_]\w*\s*=(?!=)")
 
-_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_COMMENT = re.compile(rf"""^((?:[^'"#]|{_TEXT})*)#.*$""")
+REFERENCE = r"@(?:[\w-]+[./])*(\w+)"
+"""A reference (@module.f), of which the last part is a group."""
+
+# Nothing is tried in two ways, so that the time for a line grows with its length only.
+_TEXT = r"""'(?:[^'\\]|\\.|\\$)*+(?:'|$)|"(?:[^"\\]|\\.|\\$)*+(?:"|$)"""
+_COMMENT = re.compile(rf"""^((?:[^'"#]|{_TEXT})*+)#.*$""")
 
 
 class OperativeConfig:
@@ -185,7 +189,7 @@ class OperativeConfig:
     def reference(self, configurable: str, parameter: str, *, scope: str = "") -> Any:
         """Returns a value as `get` does, but of a reference (@module.f()) only its name f."""
         value = self.get(configurable, parameter, scope=scope)
-        match = re.fullmatch(r"@(?:[\w.-]+[./])*(\w+)(?:\(\))?", str(value))
+        match = re.fullmatch(rf"{REFERENCE}(?:\(\))?", str(value))
         return match[1] if match else value
 
     def _of_wrong_kind(

@@ -184,7 +184,7 @@ def architecture(
     return ViTConfig(
         image_size=image_size or side * stride,
         **stem,
-        num_layers=1 + max(_indices(shapes, r"encoder\.block_(\d+)\.")),
+        num_layers=1 + max(_indices(shapes, r"encoder\.block_(\d{1,4})\.")),
         emb_dim=emb_dim,
         mlp_dim=mlp_dim,
         num_heads=num_heads or emb_dim // HEAD_DIM,
@@ -355,7 +355,7 @@ def _stem(
         if strides:
             faults.append("--stem_strides is for a convolution stem, but this one is patchify.")
         return {"stem": "patchify", "patch_size": size, "in_channels": in_channels}
-    count = 1 + max(_indices(shapes, r"stem\.cstem(\d+)_conv\."), default=-1)
+    count = 1 + max(_indices(shapes, r"stem\.cstem(\d{1,4})_conv\."), default=-1)
     layers = [sizes(f"stem.cstem{index}_conv.weight", 4) for index in range(count)]
     layers.append(sizes("stem.cstem_last_conv.weight", 4))
     channels = [shape[0] for shape in layers]

@@ -29,6 +29,7 @@ MOST_TREE_BYTES = 2**27
 _MOST_ENTRIES = 2**20
 _MOST_DEPTH = 64
 _MOST_LAYERS = 1000
+_MOST_ARRAYS = 100 * _MOST_LAYERS
 _REMEDY = "copy the checkpoint again, or name another one."
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int32", "int64", "uint32")
 _ZARR_DTYPES = {"<f8": 8, "<f4": 4, "<f2": 2, "bfloat16": 2}
@@ -109,6 +110,9 @@ class OneByOne:
         for name, shape in files.shapes.items():
             match = re.fullmatch(r"(target/(?:en|de)coder/layers)(/.+)", name)
             if match and len(shape) > 1:
+                if len(self.shapes) > _MOST_ARRAYS:
+                    why = f"it has more than {_MOST_ARRAYS:,} arrays of single layers"
+                    raise foreign_files.unreadable(self.folder, why, _REMEDY)
                 if shape[1] > _MOST_LAYERS:
                     why = f"{errors.clip(name)} has {shape[1]:,} layers"
                     raise foreign_files.unreadable(self.folder, why, _REMEDY)
