@@ -303,6 +303,7 @@ def test_patches_that_are_no_squares_are_named(shape):
     [
         (["--stem_strides=2,2"], "names 2 strides, but the stem has 4"),
         (["--stem_strides=2,x"], "numbers with commas"),
+        (["--stem_strides=" + "9" * 5000], "numbers with commas"),
         (["--stem_strides=2,1,0,1", "--image_size=24"], "stem_strides=2,1,0,1 must be at least 1"),
         (["--image_size=40"], "pass --image_size=24"),
         (["--num_heads=0"], "num_heads=0 must be at least 1"),

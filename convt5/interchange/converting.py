@@ -9,6 +9,7 @@ import dataclasses
 import operator
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -405,7 +406,7 @@ def _strides(text: str | None) -> list[int] | None:
     """Returns the numbers of --stem_strides."""
     if text is None:
         return None
-    if not all(part.strip().isdecimal() for part in text.split(",")):
+    if not all(re.fullmatch(r"\s*\d{1,9}\s*", part) for part in text.split(",")):
         raise errors.UserError(
             f"--stem_strides={text} must be numbers with commas between them, such as 2,2,2,2,1."
         )
