@@ -91,7 +91,8 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "num_heads",
-            "attention heads of a pycls model (default: one per 64 channels).",
+            "attention heads of a pycls model (default: as a .pyth file tells, or one per 64 "
+            "channels).",
             {"type": int},
         ),
         command_line.Flag(
@@ -102,8 +103,8 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "stem_strides",
-            "strides of a pycls model's stem, such as 2,2,2,2,1 (default: 2 for each "
-            "convolution that adds channels).",
+            "strides of a pycls model's stem, such as 2,2,2,2,1 (default: as a .pyth "
+            "file tells, or 2 for each convolution that adds channels).",
         ),
         command_line.Flag(
             "vocabulary",

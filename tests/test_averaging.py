@@ -18,6 +18,7 @@ import convt5
 from convt5.checkpoints import checkpoint, reading
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.errors import UserError
+from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.tree_paths import named_leaves
@@ -211,6 +212,8 @@ def test_raw_and_averaged_metrics_are_reported_and_the_average_is_loaded(tmp_pat
     assert last["validation/loss"] == result.validation_loss != last["ema/validation/loss"]
     assert {"ema/validation/accuracy", "ema/validation/top_5_accuracy"} <= last.keys()
     model, average = (convt5.load_model(tmp_path, ema=ema) for ema in (False, True))
+    (note,) = loading.read_run(tmp_path).report.notes
+    assert "not the run's moving average" in note
     images = batch()["images"]
     assert np.abs(model(images).logits - average(images).logits).max() > 1e-5
     for stats in (model.stem.layers[0].norm.mean, average.stem.layers[0].norm.mean):

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from quick import quick
 
 from convt5 import errors
-from convt5.checkpoints import checkpoint, reading
+from convt5.checkpoints import checkpoint, reading, record
 from convt5.training.optimizer import AdafactorConfig
 from convt5.training.schedule import Constant
 
@@ -288,6 +288,14 @@ def test_parameters_missing_on_either_side_are_named(open_run):
         open_run().restore(abstract(other))
     assert "bias: missing in the checkpoint" in str(caught.value)
     assert "scale: not in this model" in str(caught.value)
+
+
+def test_a_name_with_a_number_of_any_length_is_that_of_no_part():
+    long = f"state/{'9' * 5000}/x"
+    assert record.saved_names(["state/3/x", long], ["state/1/x", long]) == {
+        "state/1/x": "state/3/x",
+        long: long,
+    }
 
 
 def test_another_optimizer_is_refused(open_run):

@@ -68,6 +68,13 @@ def test_an_imported_checkpoint_is_an_ordinary_run(capsys, checkpoint, tmp_path)
     )
 
 
+def test_the_checkpoint_of_a_folder_is_told(capsys, checkpoint, tmp_path):
+    folder = f"--checkpoint={pathlib.Path(checkpoint).parent}"
+    flags = ("--from=mesh_tf", "--to=safetensors", folder)
+    told = run(capsys, *flags, f"--output_dir={tmp_path / 'out'}")
+    assert f"note: {checkpoint} is read, at step 7." in told
+
+
 @pytest.mark.slow
 def test_its_gin_files_describe_the_same_model(capsys, checkpoint, tmp_path):
     out = tmp_path / "run"

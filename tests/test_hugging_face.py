@@ -241,6 +241,15 @@ def test_added_tokens_that_are_not_read_are_noted(tmp_path):
     assert "read as letters: '<sep>'" in note
 
 
+def test_no_name_of_an_array_passes_for_something_else_in_a_report(tmp_path):
+    written(tmp_path, tiny())
+    arrays = load_file(tmp_path / "model.safetensors")
+    arrays["\x1b[2J\nmapped    a -> b"] = np.zeros(1, np.float32)
+    save_file(arrays, tmp_path / "model.safetensors")
+    report = hugging_face.read_model(tmp_path, allow_unmapped=True).report
+    assert report.variables().splitlines()[-1] == r"unmapped  \x1b[2J\nmapped    a -> b"
+
+
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
     written(tmp_path, tiny())
     arrays = load_file(tmp_path / "model.safetensors")
@@ -267,7 +276,10 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path):
         ("num_heads", None, "num_heads"),
         ("feed_forward_proj", ["relu"], r"feed_forward_proj=\['relu'\] is unknown"),
         ("dropout_rate", None, "dropout_rate=None must be in"),
-        ("layer_norm_epsilon", "1e-6", "norm_epsilon='1e-6' must be positive"),
+        ("layer_norm_epsilon", "1e-6", "config.json: .*norm_epsilon='1e-6' must be positive"),
+        ("dense_act_fn", "gelu", "dense_act_fn='gelu' .* feed_forward_proj=relu"),
+        ("is_gated_act", True, "is_gated_act=True take the place"),
+        ("decoder_start_token_id", 2, "decoder_start_token_id=2 must be 0"),
     ],
 )
 def test_a_config_that_does_not_fit_is_named(tmp_path, setting, value, message):
@@ -277,6 +289,39 @@ def test_a_config_that_does_not_fit_is_named(tmp_path, setting, value, message):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match=message):
         hugging_face.read_model(tmp_path)
+
+
+def test_the_tokens_with_which_transformers_generates_are_those_of_t5(tmp_path):
+    written(tmp_path, tiny())
+    (tmp_path / "spiece.model").write_bytes(word_pieces.trained_model())
+    generation = {"decoder_start_token_id": 0, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (note,) = hugging_face.read_model(tmp_path).report.notes
+    assert "eos_token_id=2 of generation_config.json is not kept" in note
+    generation["decoder_start_token_id"] = 5
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    with pytest.raises(UserError, match=r": generation_config\.json: decoder_start_token_id=5"):
+        hugging_face.read_model(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_named(tmp_path, value):
+    written(tmp_path, tiny())
+    arrays = load_file(tmp_path / "model.safetensors")
+    arrays["decoder.final_layer_norm.weight"][3] = value
+    save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"decoder\.final_layer_norm\.weight, .* not finite"):
+        hugging_face.read_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_weights_of_any_precision_are_read(tmp_path, dtype):
+    written(tmp_path, tiny())
+    arrays = {n: a.astype(dtype) for n, a in load_file(tmp_path / "model.safetensors").items()}
+    save_file(arrays, tmp_path / "model.safetensors")
+    found = hugging_face.read_model(tmp_path)
+    table = arrays["shared.weight"].astype(np.float32)
+    np.testing.assert_array_equal(found.params["token_embedder/embedding"], table, strict=True)
 
 
 def test_truncated_weights_are_named(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import shutil
 import warnings
 
@@ -20,7 +21,7 @@ from convt5.training.losses import TextLoss
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
     pytest.importorskip("tensorflow", reason="only TensorFlow reads its checkpoints")
-from convt5.interchange import mesh_tf
+from convt5.interchange import mesh_tf, t5x
 from convt5.interchange.tf_checkpoint import Checkpoint
 
 FAMILIES = ["lconv_tiny", "dconv_tiny", "sepconv_tiny", "t5bert_tiny", "t5v1_tiny"]
@@ -412,6 +413,64 @@ def test_what_shapes_do_not_show_is_asked_for_or_noted(tmp_path):
     assert any("of the decoder are assumed causal" in note for note in found.report.notes)
 
 
+NORM, CALL = "@transformer.sublayer_rms_norm", "@transformer.sublayer_call_layer"
+DROP, ADD = "@transformer.sublayer_dropout", "@transformer.sublayer_residual"
+
+
+def test_sublayers_of_the_original_and_their_legacy_names_are_read(tmp_path):
+    legacy = DROP.replace("sublayer", "sublayer_legacy")
+    lines = [
+        "num_heads = 3",
+        f"SUBLAYERS = [{NORM}, {CALL}, {DROP}, {ADD}]",
+        "LayerStack.sublayers_per_layer = %SUBLAYERS",
+        f"LayerStack.sublayers_initial = [{legacy}]",
+        "LayerStack.sublayers_final = [@sublayer_legacy_final_rms_norm, @sublayer_mask_padding, "
+        f"{DROP}]",
+        "sublayer_rms_norm.epsilon = 1e-05",
+        "decoder/DenseReluDense.dropout_rate = 0.2",
+    ]
+    arrays = {n.replace("rms_norm", "layer_norm"): a for n, a in small_arrays().items()}
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "model.ckpt-7", arrays))
+    found = mesh_tf.read_model(checkpoint, OperativeConfig("\n".join(lines)))
+    assert found.config.norm_epsilon == 1e-5
+    notes = "\n".join(found.report.notes)
+    assert "dropout_rate not given: 0.1 assumed" in notes
+    assert "decoder/DenseReluDense.dropout_rate is another one, but convt5 has one: 0.1" in notes
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("AdafactorOptimizer.clipping_threshold = None", None),
+        ("AdafactorOptimizer.clipping_threshold = 2.0", 2.0),
+        ("AdafactorOptimizer.epsilon2 = 0.001", 1.0),
+    ],
+)
+def test_an_update_is_clipped_as_in_the_original(line, expected):
+    training = mesh_tf.training_settings(OperativeConfig(line))
+    assert training.optimizer.clipping_threshold == expected
+    training = t5x.training_settings(OperativeConfig(line.replace("Optimizer", "")))
+    assert training.optimizer.clipping_threshold == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "encoder/Unitransformer.token_dropout_rate = 0.1",
+        "decoder/Unitransformer.token_dropout_rate = 0.1",
+        "Unitransformer.loss_fn = @my.loss",
+        "Unitransformer.loss_on_targets_only = True",
+        "SelfAttention.z_loss_coeff = 0.1",
+        "AdafactorOptimizer.stacked_dim_names = ['layers']",
+        "tpu_estimator_model_fn.variable_filter = 'decoder'",
+    ],
+)
+def test_training_that_is_not_implemented_is_named(line):
+    name = line.partition(" = ")[0].rpartition("/")[2]
+    with pytest.raises(UserError, match=f"{re.escape(name)}=.* is not implemented"):
+        mesh_tf.training_settings(OperativeConfig(line))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -433,6 +492,22 @@ def test_what_shapes_do_not_show_is_asked_for_or_noted(tmp_path):
             "num_heads = 3\nencoder/sublayer_dropout.dropout_rate = 0.1\n"
             "decoder/sublayer_dropout.dropout_rate = 0.0",
             "sublayer_dropout.dropout_rate is 0.1 in the encoder and 0.0 in the decoder",
+        ),
+        *(
+            (f"num_heads = 3\n{line}", re.escape(line.rpartition(".")[2].partition(" ")[0]))
+            for line in (
+                "encoder/SeparableConv1DLayer.activation = 'relu'",
+                "EncDecAttention.fold_scaling_into_initializer = False",
+                "decoder/EncDecAttention.key_value_size = 24",
+                "SelfAttention.attention_kwargs = {'extra_logit': 0.0}",
+                "decoder/SelfAttention.attention_func = 'hybrid'",
+                "make_layer_stack.layer_stack_cls = @transformer.ReversibleLayerStack",
+                "unit_scaling_convention.value = True",
+                "encoder/VocabEmbedding.scale_variable_like_classifier_weights = True",
+                "LayerStack.sublayers_initial = []",
+                f"LayerStack.sublayers_per_layer = [{CALL}, {ADD}, {NORM}]",
+                f"LayerStack.sublayers_final = [{NORM}, @my.clip]",
+            )
         ),
     ],
 )

@@ -303,6 +303,8 @@ def test_programs_have_no_logits_where_attention_has_no_room(mixing):
 def test_lengths_of_programs_are_checked(model, tmp_path):
     with pytest.raises(UserError, match="encoder_length=0 must be at least 1"):
         stablehlo.write_programs(tmp_path, model, encoder_length=0, decoder_length=4)
+    with pytest.raises(UserError, match="2147483648 must be at least 1, and at most"):
+        stablehlo.write_programs(tmp_path, model, encoder_length=2**31, decoder_length=4)
     stack = StackConfig(num_layers=1, mixing="depthwise", kernel_size=2)
     config = hybrid(encoder=stack, decoder=stack, positions="learned", max_positions=6)
     learned = config.build(jax.random.key(1))

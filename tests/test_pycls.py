@@ -148,6 +148,39 @@ def test_files_of_torch_hold_a_state_or_a_dict_with_one(wrap, tmp_path, capsys):
     assert ("ema_state is ignored" in capsys.readouterr().out) == (wrap is checkpoint)
 
 
+# As yacs writes it; lists stand in one line or in several.
+CFG = """BN:
+  EPS: 0.002
+  MOM: 0.2
+LN:
+  EPS: 1.0e-05
+MODEL:
+  TYPE: vit
+VIT:
+  C_STEM_STRIDES:
+  - 1
+  - 3
+  - 1
+  - 1
+  NUM_HEADS: 2
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [CFG, CFG.replace("\n  - 1\n  - 3\n  - 1\n  - 1", " [1, 3, 1, 1]")]
+)
+def test_settings_in_a_file_of_torch_are_those_of_the_model(text, tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the extra torch")
+    state = {name: torch.tensor(array) for name, array in foreign("conv").items()}
+    torch.save({"model_state": state, "cfg": text}, tmp_path / "a.pyth")
+    found = pycls.read_model(tmp_path / "a.pyth")
+    assert (found.config.num_heads, found.config.stem_strides) == (2, (1, 3, 1, 1))
+    assert (found.config.norm_epsilon, found.config.batch_norm_epsilon) == (1e-5, 0.002)
+    assert found.config.batch_norm_momentum == 0.2
+    assert len(found.report.notes) == 1
+    assert pycls.read_model(tmp_path / "a.pyth", num_heads=3).config.num_heads == 3
+
+
 def test_files_of_torch_without_torch_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "a.pth").write_bytes(b"")
@@ -234,6 +267,7 @@ def test_formats_of_text_models_refuse_it(target, tmp_path):
         ({"mystery": np.zeros(3)}, r"mystery \(3,\) belongs to no part"),
         ({"encoder.ln.weight": np.zeros(13)}, r"has shape \(13,\), expected \(12,\)"),
         ({"encoder.ln.weight": np.array(["a"])}, "expected numbers"),
+        ({"encoder.ln.weight": np.ones(12, np.int8)}, "encoder.ln.weight' is stored as int8"),
         ({"pos_embedding": np.zeros((36, 1, 12))}, "35 patches, which do not form a square"),
         ({"pos_embedding": np.zeros((37, 12))}, r"has shape \(37, 12\)"),
     ],
@@ -244,6 +278,17 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(changes, message, tmp
     with pytest.raises(UserError, match=message):
         import_file(tmp_path / "a.npz", tmp_path / "run", "conv")
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+@pytest.mark.parametrize("name", ["stem.cstem{}_conv.weight", "encoder.block_{}.ln_1.weight"])
+@pytest.mark.parametrize("number", ["9999999999", "9" * 5000])
+def test_layers_are_counted_only_as_far_as_there_may_be_some(name, number, tmp_path):
+    arrays = foreign("conv")
+    save_file(
+        arrays | {name.format(number): arrays["encoder.ln.weight"]}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(UserError, match="belongs to no part"):
+        pycls.read_model(tmp_path / "a.safetensors", num_heads=3)
 
 
 @pytest.mark.parametrize("shape", [(128, 1, 0, 0), (128, 1, 5, 4)])
@@ -258,6 +303,7 @@ def test_patches_that_are_no_squares_are_named(shape):
     [
         (["--stem_strides=2,2"], "names 2 strides, but the stem has 4"),
         (["--stem_strides=2,x"], "numbers with commas"),
+        (["--stem_strides=" + "9" * 5000], "numbers with commas"),
         (["--stem_strides=2,1,0,1", "--image_size=24"], "stem_strides=2,1,0,1 must be at least 1"),
         (["--image_size=40"], "pass --image_size=24"),
         (["--num_heads=0"], "num_heads=0 must be at least 1"),

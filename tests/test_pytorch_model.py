@@ -332,6 +332,7 @@ def test_a_folder_is_data_and_its_code_is_never_run(tmp_path):
         ({"step": -1}, "step=-1"),
         ({"step": 2**31}, "step=2147483648"),
         ({"step": "3"}, "step='3'"),
+        ({"decoder_start_token_id": 2}, "decoder_start_token_id=2 must be 0"),
     ],
 )
 def test_a_config_that_does_not_fit_is_one_message(tmp_path, change, message):

@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,17 @@ def scanned(golden) -> dict[str, np.ndarray]:
     return found
 
 
+def test_settings_that_are_not_read_are_noted(golden, tmp_path, capsys):
+    gin = tmp_path / "model.gin"
+    gin.write_text("include 't5x/examples/t5/t5_1_1/base.gin'\nnetwork.T5Config.dropout_rate = 0.0")
+    source = f"--checkpoint={golden / 't5x' / 'v1_1'}"
+    flags = ("--from=t5x", "--to=safetensors", source, f"--operative_config={gin}")
+    assert convert.main([*flags, f"--output_dir={tmp_path / 'out'}"]) == 0
+    told = capsys.readouterr().out
+    assert "base.gin' is not read" in told
+    assert "mlp_activations not given: gated_gelu assumed" in told
+
+
 def test_layers_in_one_array_are_taken_apart(golden, tmp_path):
     files = t5x_files.Files(written(tmp_path / "checkpoint_7", scanned(golden)))
     found = t5x.read_model(files)
@@ -197,6 +209,13 @@ def test_layers_in_one_array_are_taken_apart(golden, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, native.params)
 
 
+def test_arrays_of_any_precision_are_read(tmp_path):
+    arrays = {f"target/{n}": np.asarray([1.5, -2], n) for n in ("float16", "float32", "float64")}
+    files = t5x_files.Files(written(tmp_path / "t5x", arrays))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(files.read(name), array.astype(np.float32), strict=True)
+
+
 def test_a_step_that_float32_does_not_hold_is_read_as_it_is(tmp_path):
     arrays = {"state/step": np.asarray(2**24 + 1, np.int32)}
     assert t5x_files.Files(written(tmp_path / "t5x", arrays)).step() == 2**24 + 1
@@ -204,6 +223,10 @@ def test_a_step_that_float32_does_not_hold_is_read_as_it_is(tmp_path):
 
 def no_state(arrays):
     pass
+
+
+def integers(arrays):
+    arrays["target/decoder/decoder_norm/scale"] = np.ones(48, np.int32)
 
 
 def momentum(arrays):
@@ -227,6 +250,7 @@ def many_layers(arrays):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (integers, "decoder_norm/scale': int32 is no dtype of weights"),
         (no_state, "holds no optimizer state of Adafactor; leave out --optimizer"),
         (momentum, r"has momentum \(state/.*/m\), which .*; leave out --optimizer"),
         (state_of_all_layers, "of all layers in one array, .*; leave out --optimizer"),
@@ -286,6 +310,13 @@ def test_a_damaged_checkpoint_is_one_message_and_nothing_is_written(
     assert not out.exists()
 
 
+def test_layers_of_arrays_without_numbers_are_not_counted_without_end(tmp_path):
+    empty = np.zeros((0, 1000), np.float32)
+    arrays = {f"target/encoder/layers/{i}": empty for i in range(110)}
+    with pytest.raises(UserError, match="more than 100,000 arrays of single layers"):
+        t5x_files.OneByOne(t5x_files.Files(written(tmp_path / "checkpoint_7", arrays)))
+
+
 def test_arrays_that_msgpack_only_counts_are_not_made():
     with pytest.raises(ValueError, match="exceeds"):
         t5x_files._unpack(b"\xdd\xff\xff\xff\xff")
@@ -332,6 +363,10 @@ DIVIDED_BY = "models.EncoderDecoderModel.loss_normalizing_factor"
             r"EncoderDecoderModel\.optimizer_def='adamw' is not implemented; remove the line to",
         ),
         ("trainer.Trainer.learning_rate_fn = @my.ramp()", "learning_rate_fn='ramp' is not impl"),
+        ("adafactor.Adafactor.max_parameter_scale = 1.0", r"max_parameter_scale=1\.0 is not"),
+        ("adafactor.Adafactor.global_norm_clip_threshold = 1.0", "global_norm_clip_threshold=1"),
+        ("utils.create_learning_rate_scheduler.step_offset = 9", "step_offset=9 is not impl"),
+        ("utils.create_learning_rate_scheduler.min_learning_rate = 1.0", "min_learning_rate=1.0"),
         ("utils.create_learning_rate_scheduler.factors = 'x'", "factors='x' is not implemented"),
         (f"{DIVIDED_BY} = 'AVERAGE_PER_SEQUENCE'", "'AVERAGE_PER_SEQUENCE' is not implemented"),
         (f"{DIVIDED_BY} = 0", "=0 must be above 0"),
@@ -374,6 +409,22 @@ def test_the_memory_of_a_divided_loss_is_that_of_its_sum(golden, tmp_path):
     assert moments[0]
     for name, array in moments[0].items():
         np.testing.assert_array_equal(moments[1][name], 64 * np.asarray(array), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"'{chr(92)}'" * 200_000,
+        "'" + r"\'" * 200_000,
+        "'" + r"\'" * 200_000 + "\\" * 3,
+        "@a" + ".a" * 50 + "!",
+    ],
+    ids=["quotes", "escapes", "backslashes", "reference"],
+)
+def test_no_line_of_a_gin_file_takes_more_than_its_length(text):
+    started = time.process_time()
+    OperativeConfig(f"f.x = {text}").reference("f", "x")
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("text", [r"r'state/(.*'", r"'it\'s [ # fine'", '"{: ("  # )'])

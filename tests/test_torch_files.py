@@ -85,7 +85,7 @@ def test_shards_of_pytorch_are_read_and_a_missing_one_is_named(torch, exported):
         hugging_face.read_model(folder)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float64"])  # And twice the bytes.
 def test_half_precision_becomes_float32(torch, exported, kind):
     folder, arrays = exported
     dtype = getattr(torch, kind)

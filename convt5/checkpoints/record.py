@@ -21,7 +21,7 @@ from convt5.runtime import foreign_files
 FORMAT = 1
 _MOST_BYTES = 2**26
 _SHAPE = re.compile(r"[^\[\]]{1,40}\[(\d{1,15}(,\d{1,15})*)?\]")
-_PART = re.compile(r"state/(\d+)")  # Of a chain of transformations.
+_PART = re.compile(r"state/(\d{1,9})(?=/|$)")  # Of a chain of transformations.
 _SEAL = "sha256"  # Checksum of all else in the file.
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import operator
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -256,8 +257,9 @@ def _read_mesh_tf(conversion: Conversion) -> tuple[Imported, Callable[..., Any],
     operative = OperativeConfig.read(path) if path else None
     settings = mesh_tf.training_settings(operative)
     imported = mesh_tf.read_model(checkpoint, operative, allow_unmapped=conversion.allow_unmapped)
-    if path and not conversion.operative_config:
-        imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
+    imported.report.notes += _settings_notes(conversion, operative)
+    if checkpoint.prefix != conversion.checkpoint:
+        imported.report.notes.append(f"{checkpoint.prefix} is read, at step {imported.step}.")
     moments = None
     if conversion.optimizer:
         moments = of_sum(mesh_tf.read_moments(checkpoint, imported), settings.loss_divisor)
@@ -277,8 +279,9 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
     settings = OperativeConfig.read(path) if path else None
     training = t5x.training_settings(settings)
     imported = t5x.read_model(files, settings, allow_unmapped=conversion.allow_unmapped)
-    if path and not conversion.operative_config:
-        imported.report.notes.append(f"settings read from {path}, found beside the checkpoint.")
+    imported.report.notes += _settings_notes(conversion, settings)
+    if files.folder != pathlib.Path(conversion.checkpoint):
+        imported.report.notes.append(f"{files.folder} is read, at step {imported.step}.")
     moments = None
     if conversion.optimizer:
         moments = of_sum(t5x.read_moments(files, imported), training.loss_divisor)
@@ -288,6 +291,19 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
         return import_state(imported, training.optimizer.build(training.schedule), moments)
 
     return imported, make_state, training
+
+
+def _settings_notes(conversion: Conversion, settings: OperativeConfig | None) -> list[str]:
+    """Returns where the settings of the original run were found, and which were not read."""
+    if settings is None:
+        return []
+    notes = [
+        f"{settings.where}: the file of {each} is not read; pass one that has all settings itself."
+        for each in settings.includes
+    ]
+    if not conversion.operative_config:
+        notes.append(f"settings read from {settings.where}, found beside the checkpoint.")
+    return notes
 
 
 def _read_exported(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
@@ -390,7 +406,7 @@ def _strides(text: str | None) -> list[int] | None:
     """Returns the numbers of --stem_strides."""
     if text is None:
         return None
-    if not all(part.strip().isdecimal() for part in text.split(",")):
+    if not all(re.fullmatch(r"\s*\d{1,9}\s*", part) for part in text.split(",")):
         raise errors.UserError(
             f"--stem_strides={text} must be numbers with commas between them, such as 2,2,2,2,1."
         )

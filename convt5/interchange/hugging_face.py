@@ -4,6 +4,7 @@ Import and export use the same table of names. Kernels are [out, in] there and [
 Values are only rearranged, so a round trip is exact bit for bit.
 """
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,13 @@ _MLP: dict[str, MlpKind] = {
     "gated-gelu": "gated_gelu",
     "gated-silu": "gated_silu",
 }
+_FUNCTIONS = {
+    "relu": ("relu",),
+    "gated-gelu": ("gelu_new", "gelu_pytorch_tanh"),
+    "gated-silu": ("silu", "swish"),
+}
+"""Values of `dense_act_fn` that compute what a kind of feed-forward layer computes."""
+
 _KINDS = {"t5": "relu", "mt5": "gated-gelu"}
 """Supported model types, and the default kind of their feed-forward layers."""
 
@@ -104,7 +112,9 @@ def read_description(path: str | pathlib.Path) -> tuple[ConvT5Config, int]:
     """
     file = pathlib.Path(path) / CONFIG
     remedy = "pass the folder of a T5 that holds config.json and its weights."
-    return architecture(foreign_files.read_json(file, remedy=remedy), where=str(file)), 0
+    config = architecture(foreign_files.read_json(file, remedy=remedy), where=str(file))
+    check_ids(file.parent)
+    return config, 0
 
 
 def write_model(
@@ -149,24 +159,45 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
+def check_ids(folder: pathlib.Path) -> None:
+    """Raises `UserError` where transformers pads or starts with another token than 0."""
+    faults = [
+        f"{file}: {name}={errors.clip(settings[name])} must be 0, as in T5."
+        for file in (CONFIG, GENERATION)
+        for settings in (foreign_files.find_json(folder / file) or {},)
+        for name in ("decoder_start_token_id", "pad_token_id")
+        if settings.get(name, 0) not in (0, None)
+    ]
+    errors.raise_all(faults, where=str(folder))
+
+
 def special_ids(end_id: int) -> dict[str, int]:
     """Returns the ids that transformers must know in order to generate."""
     return {"pad_token_id": 0, "eos_token_id": end_id, "decoder_start_token_id": 0}
 
 
 def text_notes(folder: pathlib.Path) -> list[str]:
-    """Returns notes on tokens that are not kept: added ones, and the end without a vocabulary."""
+    """Returns notes on tokens that are not kept: added ones, and an end that is another one."""
     if tokens := vocabulary_files.added_tokens(folder):
         shown = ", ".join(errors.abbreviate([errors.clip(token) for token in tokens]))
         return [
             f"tokens added to {vocabulary_files.HUGGING_FACE_FILE} are read as letters: {shown}."
         ]
-    end = (foreign_files.find_json(folder / CONFIG) or {}).get("eos_token_id")
-    if end in (None, 1) or vocabulary_files.load(folder) is not None:
+    ends = [
+        (name, settings["eos_token_id"])
+        for name in (GENERATION, CONFIG)  # As transformers prefers them.
+        if (settings := foreign_files.find_json(folder / name) or {}).get("eos_token_id")
+    ]
+    kept = None
+    with contextlib.suppress(errors.UserError):  # Another vocabulary may be named.
+        kept = vocabulary_files.load(folder)
+    usual = kept.targets.end_id if kept else 1
+    if not ends or ends[0][1] == usual:
         return []
+    why = "with the vocabulary" if kept else "without a vocabulary"
     return [
-        f"eos_token_id={errors.clip(end)} of {CONFIG} is not kept, and without a vocabulary texts "
-        "end with 1; name the model's with --vocabulary=FILE.model."
+        f"eos_token_id={errors.clip(ends[0][1])} of {ends[0][0]} is not kept, and {why} texts end "
+        f"with {usual}; name the model's with --vocabulary=FILE.model."
     ]
 
 
@@ -189,9 +220,8 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         faults.append(
             f"feed_forward_proj={errors.clip(mlp)} is unknown; known are {', '.join(_MLP)}."
         )
-    start = settings.get("decoder_start_token_id", 0)
-    if start not in (0, None) or settings.get("pad_token_id", 0) not in (0, None):
-        faults.append("decoder_start_token_id and pad_token_id must be 0, as in T5.")
+    elif fault := _activation_fault(settings, mlp):
+        faults.append(fault)
     faults += [
         f"{name}={errors.clip(settings[name])} must be true or false."
         for name in ("tie_word_embeddings", "scale_decoder_outputs")
@@ -203,6 +233,13 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         if isinstance(settings.get(name), bool)
     ]
     errors.raise_all(faults, where=where)
+    try:
+        return _described(settings, kind, _MLP[mlp])
+    except errors.UserError as error:  # Rules name settings only.
+        raise errors.UserError(f"{where}: {error}") from None
+
+
+def _described(settings: Mapping[str, Any], kind: str, mlp: MlpKind) -> ConvT5Config:
     # The tied output of mT5 is scaled as that of T5 in transformers 4, and not in 5.
     is_scaled = kind == "t5" or str(settings.get("transformers_version")).startswith("4.")
     layers = settings["num_layers"]
@@ -218,7 +255,7 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
             num_layers=layers if decoder_layers is None else decoder_layers, mixing="attention"
         ),
         norm_epsilon=settings.get("layer_norm_epsilon", 1e-6),
-        mlp=_MLP[mlp],
+        mlp=mlp,
         # transformers 5 always writes that the output is tied, and False in this key if it is not.
         tie_output=is_scaled
         and settings.get("tie_word_embeddings", kind == "t5")
@@ -228,6 +265,19 @@ def architecture(settings: Mapping[str, Any], *, where: str = CONFIG) -> ConvT5C
         relative_max_distance=settings.get("relative_attention_max_distance", 128),
         dropout_rate=settings.get("dropout_rate", 0.1),
         dtype="float32",
+    )
+
+
+def _activation_fault(settings: Mapping[str, Any], mlp: str) -> str | None:
+    """Returns why what transformers derives from `feed_forward_proj`, and may read, differs."""
+    is_gated = mlp.startswith("gated-")
+    function = settings.get("dense_act_fn", _FUNCTIONS[mlp][0])
+    if function in _FUNCTIONS[mlp] and settings.get("is_gated_act", is_gated) is is_gated:
+        return None
+    return (
+        f"dense_act_fn={errors.clip(function)} and is_gated_act="
+        f"{errors.clip(settings.get('is_gated_act', is_gated))} take the place of "
+        f"feed_forward_proj={mlp} in transformers; known is {_FUNCTIONS[mlp][0]} with {is_gated}."
     )
 
 

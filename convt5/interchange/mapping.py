@@ -140,7 +140,9 @@ class Report:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
+    # Names in files of others may move the cursor of a terminal, or pass for further lines.
+    shown = (errors.printable(line).replace("\n", r"\n") for line in lines)
+    return "".join(f"{line}\n" for line in shown)
 
 
 class Imported(NamedTuple):
@@ -220,8 +222,19 @@ def import_arrays(
         allow_unmapped=allow_unmapped,
         where=where,
     )
-    params = {source.path: source.assemble(read) for source in table}
+    params = {source.path: _finite(source, read, where) for source in table}
     return Imported(config=config, params=params, sources=table, report=report)
+
+
+def _finite(source: Source, read: Callable[[str], np.ndarray], where: str) -> np.ndarray:
+    """Assembles a parameter; raises `UserError` for NaN or infinity, of which answers would be."""
+    value = source.assemble(read)
+    if value.size and not (np.isfinite(value.min()) and np.isfinite(value.max())):
+        raise errors.UserError(
+            f"{where}: {source.path}, made from {source.names[0]}, has values that are not "
+            "finite; copy the model again, or take one that did not diverge."
+        )
+    return value
 
 
 def check_layers(config: Any, found: Mapping[str, Shape], *, where: str) -> None:

@@ -105,12 +105,19 @@ def training_settings(operative: OperativeConfig | None) -> Training:
             ("AdafactorOptimizer", "beta1"): 0.0,
             ("AdafactorOptimizer", "decay_rate"): None,
             ("AdafactorOptimizer", "exclude_from_parameter_scale"): None,
+            ("AdafactorOptimizer", "stacked_dim_names"): None,
             ("adafactor_decay_rate_pow", "offset"): 0,
             ("learning_rate_schedule_noam", "linear_decay_fraction"): 0.0,
             ("learning_rate_schedule_noam", "offset"): 0,
+            ("SelfAttention", "z_loss_coeff"): None,
+            ("Unitransformer", "loss_fn"): None,
+            ("Unitransformer", "loss_on_targets_only"): False,
+            ("Unitransformer", "token_dropout_rate"): 0.0,
+            ("tpu_estimator_model_fn", "variable_filter"): "",
         },
         scope="decoder",
     )
+    operative.check({("Unitransformer", "token_dropout_rate"): 0.0}, scope="encoder")
     try:
         return Training(_optimizer(operative), _schedule(operative), *_loss_and_divisor(operative))
     except errors.UserError as error:
@@ -125,7 +132,7 @@ def _optimizer(operative: OperativeConfig) -> AdafactorConfig:
     fewest = number("min_dim_size_to_factor", 128, whole=True)
     return AdafactorConfig(
         decay_exponent=operative.number("adafactor_decay_rate_pow", "exponent", 0.8),
-        clipping_threshold=number("clipping_threshold", 1.0),
+        clipping_threshold=operative.limit("AdafactorOptimizer", "clipping_threshold", 1.0),
         scale_by_parameter=switch("multiply_by_parameter_scale", True),
         min_parameter_scale=number("epsilon2", 1e-3),
         epsilon=number("epsilon1", 1e-30),

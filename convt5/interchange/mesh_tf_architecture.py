@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from convt5 import errors
 from convt5.interchange.mapping import Shape
-from convt5.interchange.operative_config import ACTIVATIONS, OperativeConfig, mlp_kind
+from convt5.interchange.operative_config import ACTIVATIONS, REFERENCE, OperativeConfig, mlp_kind
 from convt5.modeling.architecture import ConvT5Config, StackConfig
 from convt5.modeling.layers import MlpKind
 from convt5.ops.geometry import pad_widths
@@ -27,6 +27,29 @@ TAPS: dict[str, str] = {
 """Variables of the taps, numbered from 0 at the leftmost."""
 
 _BLOCK = re.compile(r"^(encoder|decoder)/block_(\d+)/layer_(\d+)/([^/]+)(?:/(.+))?$")
+_SUBLAYERS = {
+    "sublayers_initial": ("dropout",),
+    "sublayers_per_layer": ("rms_norm", "call_layer", "dropout", "residual"),
+    "sublayers_final": ("rms_norm", "dropout"),
+}
+"""What surrounds the layers of T5, by the settings of a stack."""
+
+_UNCHANGED = {
+    ("SelfAttention", "attention_func"): None,
+    ("SelfAttention", "attention_kwargs"): None,
+    ("SelfAttention", "fold_scaling_into_initializer"): True,
+    ("SelfAttention", "num_memory_heads"): 0,
+    ("SelfAttention", "shared_kv"): False,
+    ("LocalConvAttnBlock", "activation"): "linear",
+    ("SeparableConv1DLayer", "activation"): "linear",
+    ("Unitransformer", "sinusoid_positional_embedding"): False,
+    ("Unitransformer", "input_full_attention"): False,
+    ("VocabEmbedding", "scale_variable_like_classifier_weights"): False,
+    ("make_layer_stack", "layer_stack_cls"): "LayerStack",
+    ("unit_scaling_convention", "value"): False,
+}
+"""Settings that change the computation, and their values in T5, by configurable and parameter."""
+
 _T5_HEADS = {512: 8, 768: 12, 1024: 16}
 """Attention heads of T5 small, base and large by width, as in the released models."""
 
@@ -86,15 +109,8 @@ def infer_architecture(
         layers=layers,
     )
     mlp = _mlp(variables, operative_config, faults, notes)
-    # Earlier versions had dropout and norm in the stack itself, under other names.
-    is_old = _any(variables, r"/layer_norm/scale$")
-    dropout = "LayerStack" if is_old else "sublayer_dropout"
-    norm = ("LayerStack", "norm_epsilon") if is_old else ("sublayer_rms_norm", "epsilon")
-    dropout_rate = _of_both(operative_config, dropout, "dropout_rate", 0.1, faults)
-    norm_epsilon = _of_both(operative_config, *norm, 1e-6, faults)
+    dropout_rate, norm_epsilon = _of_sublayers(operative_config, faults, notes)
     errors.raise_all(faults, where=operative_config.where)
-    if operative is None:
-        notes.append("no operative config: dropout_rate=0.1 assumed, the original's default.")
     config = ConvT5Config(
         vocab_size=vocab_size,
         emb_dim=emb_dim,
@@ -332,30 +348,28 @@ def _contradictions(
         if operative.macro(name) not in (None, size)
     ]
     for stack in STACKS:
-
-        def differs(configurable: str, parameter: str, expected: Any, stack=stack) -> None:
-            value = operative.get(configurable, parameter, scope=stack)
-            if value is not None and value != expected:
-                faults.append(
-                    f"{stack}/{configurable}.{parameter}={value!r} contradicts the checkpoint or "
-                    f"what convt5 implements: {expected!r}."
-                )
-
-        differs("make_layer_stack", "num_layers", len(layers[stack]))
-        differs("Unitransformer", "d_model", sizes["d_model"])
-        differs("DenseReluDense", "hidden_size", sizes["d_ff"])
-        differs("SelfAttention", "num_heads", sizes["num_heads"])
-        differs("SelfAttention", "key_value_size", sizes["d_kv"])
+        wanted = _UNCHANGED | {
+            ("make_layer_stack", "num_layers"): len(layers[stack]),
+            ("Unitransformer", "d_model"): sizes["d_model"],
+            ("DenseReluDense", "hidden_size"): sizes["d_ff"],
+            ("SelfAttention", "num_heads"): sizes["num_heads"],
+            ("SelfAttention", "key_value_size"): sizes["d_kv"],
+        }
         if max_positions is not None:
-            differs("Unitransformer", "max_length", max_positions)
-        differs("LocalConvAttnBlock", "activation", "linear")
-        differs("SelfAttention", "fold_scaling_into_initializer", True)
-        differs("SelfAttention", "num_memory_heads", 0)
-        differs("SelfAttention", "shared_kv", False)
-        differs("Unitransformer", "sinusoid_positional_embedding", False)
-        differs("Unitransformer", "input_full_attention", False)
-    if operative.get("VocabEmbedding", "scale_variable_like_classifier_weights"):
-        faults.append("VocabEmbedding.scale_variable_like_classifier_weights is not implemented.")
+            wanted["Unitransformer", "max_length"] = max_positions
+        wanted |= {
+            ("EncDecAttention", name): value
+            for (owner, name), value in wanted.items()
+            if owner == "SelfAttention"
+        }
+        for (owner, name), expected in wanted.items():
+            value = operative.reference(owner, name, scope=stack)
+            if value not in (None, {}, expected):
+                faults.append(
+                    f"{stack}/{owner}.{name}={value!r} contradicts the checkpoint or what convt5 "
+                    f"implements: {expected!r}."
+                )
+        faults += _sublayer_faults(operative, stack)
     return faults
 
 
@@ -383,6 +397,48 @@ def _mlp(
             "decoder, but convt5 has one for both."
         )
     return kinds[0]
+
+
+def _of_sublayers(
+    operative: OperativeConfig, faults: list[str], notes: list[str]
+) -> tuple[Any, Any]:
+    """Returns dropout rate and epsilon; earlier versions had both in the stack itself."""
+    is_old = any(_has_own_sublayers(operative, stack) for stack in STACKS)
+    dropout = ("LayerStack" if is_old else "sublayer_dropout", "dropout_rate")
+    norm = ("LayerStack", "norm_epsilon") if is_old else ("sublayer_rms_norm", "epsilon")
+    rate = _of_both(operative, *dropout, 0.1, faults)
+    if all(operative.get(*dropout, scope=stack) is None for stack in STACKS):
+        notes.append(f"dropout_rate not given: {rate} assumed, as in T5.")
+    for stack in STACKS:
+        for layer in ("SelfAttention", "EncDecAttention", "DenseReluDense"):
+            if operative.number(layer, "dropout_rate", rate, scope=stack) != rate:
+                notes.append(
+                    f"{stack}/{layer}.dropout_rate is another one, but convt5 has one: {rate}."
+                )
+    return rate, _of_both(operative, *norm, 1e-6, faults)
+
+
+def _has_own_sublayers(operative: OperativeConfig, stack: StackName) -> bool:
+    """Returns whether a stack makes its sublayers itself, and ignores lists of them."""
+    return operative.get("LayerStack", "dropout_rate", scope=stack) is not None
+
+
+def _sublayer_faults(operative: OperativeConfig, stack: StackName) -> list[str]:
+    """Returns lists of sublayers in another order than T5's, or with others."""
+    if _has_own_sublayers(operative, stack):
+        return []
+    faults = []
+    for name, usual in _SUBLAYERS.items():
+        told = operative.get("LayerStack", name, scope=stack)
+        names = re.findall(REFERENCE, str(told))
+        plain = [re.sub(r"^sublayer_(legacy_)?(final_)?", "", each) for each in names]
+        # Every layer hides padding from itself.
+        if told is not None and [each for each in plain if each != "mask_padding"] != [*usual]:
+            faults.append(
+                f"{stack}/LayerStack.{name}={told!r} is not what convt5 implements: "
+                f"{', '.join(usual)}."
+            )
+    return faults
 
 
 def _of_both(

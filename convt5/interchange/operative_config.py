@@ -33,8 +33,12 @@ _MOST_BYTES = 2**20
 _BLOCK = re.compile(r"^(?P<name>[\w./]+):\s*(#.*)?$")
 _IN_BLOCK = re.compile(r"^\s+[A-Za-z_]\w*\s*=(?!=)")
 
-_TEXT = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_COMMENT = re.compile(rf"""^((?:[^'"#]|{_TEXT})*)#.*$""")
+REFERENCE = r"@(?:[\w-]+[./])*(\w+)"
+"""A reference (@module.f), of which the last part is a group."""
+
+# Nothing is tried in two ways, so that the time for a line grows with its length only.
+_TEXT = r"""'(?:[^'\\]|\\.|\\$)*+(?:'|$)|"(?:[^"\\]|\\.|\\$)*+(?:"|$)"""
+_COMMENT = re.compile(rf"""^((?:[^'"#]|{_TEXT})*+)#.*$""")
 
 
 class OperativeConfig:
@@ -43,13 +47,18 @@ class OperativeConfig:
     Args:
         text: contents of the file.
         where: name of the file for messages.
+
+    Attributes:
+        includes: its statements that include other files, which are not read.
     """
 
     def __init__(self, text: str, *, where: str = "the operative config"):
         self.where = where
         self._macros: dict[str, str] = {}
         self._bindings: dict[tuple[str, str, str], str] = {}
-        for statement in _statements(text):
+        statements = list(_statements(text))
+        self.includes = [each for each in statements if re.match(r"include\b", each)]
+        for statement in statements:
             if re.match(r"(import|include|from)\b", statement):
                 continue
             match = _STATEMENT.match(statement)
@@ -81,6 +90,10 @@ class OperativeConfig:
 
         `configurable` is matched at the end of the full name. References (@f) are returned as text.
         """
+        value = self._bound(configurable, parameter, scope)
+        return None if value is None else self._value(value)
+
+    def _bound(self, configurable: str, parameter: str, scope: str) -> str | None:
         matches: dict[bool, str] = {}
         for (bound_scope, selector, name), value in self._bindings.items():
             if name != parameter or not f".{selector}".endswith(f".{configurable}"):
@@ -88,8 +101,7 @@ class OperativeConfig:
             scopes = bound_scope.split("/") if bound_scope else []
             if not scopes or scope in scopes:
                 matches[bool(scopes)] = value
-        value = matches.get(True, matches.get(False))
-        return None if value is None else self._value(value)
+        return matches.get(True, matches.get(False))
 
     def number(
         self,
@@ -121,6 +133,16 @@ class OperativeConfig:
         raise self._of_wrong_kind(
             configurable, parameter, value, "an integer" if whole else "a number"
         )
+
+    def limit(self, configurable: str, parameter: str, default: float) -> float | None:
+        """Returns a number as `number` does; None where it is bound, which means without a limit.
+
+        Raises:
+            UserError: the value is neither.
+        """
+        bound = self._bound(configurable, parameter, "")
+        is_none = bound is not None and self._value(bound) is None
+        return None if is_none else self.number(configurable, parameter, default)
 
     def divisor(self, configurable: str, parameter: str, *, scope: str = "") -> float:
         """Returns a number by which a loss is divided, as `get` does, or 1 if nothing is bound.
@@ -167,7 +189,7 @@ class OperativeConfig:
     def reference(self, configurable: str, parameter: str, *, scope: str = "") -> Any:
         """Returns a value as `get` does, but of a reference (@module.f()) only its name f."""
         value = self.get(configurable, parameter, scope=scope)
-        match = re.fullmatch(r"@(?:[\w.-]+[./])*(\w+)(?:\(\))?", str(value))
+        match = re.fullmatch(rf"{REFERENCE}(?:\(\))?", str(value))
         return match[1] if match else value
 
     def _of_wrong_kind(

@@ -4,6 +4,7 @@ pycls is the code of Xiao et al. 2021 (arXiv 2106.14881). Values are only rearra
 strides, which names and shapes do not show, are given or follow the rules of the published models.
 """
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -77,12 +78,14 @@ class Stored(NamedTuple):
         read: returns one of them in float32.
         skipped: other contents of the file, and why they are ignored.
         notes: notes for the user.
+        settings: the settings of pycls in the file, such as `VIT.NUM_HEADS`, as text.
     """
 
     shapes: Mapping[str, Shape]
     read: Callable[[str], np.ndarray]
     skipped: dict[str, str]
     notes: list[str]
+    settings: Mapping[str, str]
 
 
 def read_model(
@@ -97,9 +100,10 @@ def read_model(
 
     Args:
         path: the file; names may begin with `param.` or `module.`.
-        num_heads: attention heads; by default of 64 channels each.
+        num_heads: attention heads; by default those that the file tells, or of 64 channels each.
         image_size: image size in pixels; by default that of the position table.
-        stem_strides: strides of a conv stem; by default 2 wherever channels increase.
+        stem_strides: strides of a conv stem; by default those that the file tells, or 2 wherever
+            channels increase.
         allow_unmapped: whether to ignore unknown arrays.
 
     Raises:
@@ -107,10 +111,14 @@ def read_model(
     """
     where = str(path)
     stored = open_arrays(pathlib.Path(path))
-    shapes = stored.shapes
+    shapes, told = stored.shapes, stored.settings
+    num_heads = num_heads or next(iter(_integers(told.get("VIT.NUM_HEADS", ""))), None)
+    if "stem.patchify.weight" not in shapes:
+        stem_strides = stem_strides or _integers(told.get("VIT.C_STEM_STRIDES", "")) or None
     config = architecture(
         shapes, num_heads=num_heads, image_size=image_size, stem_strides=stem_strides, where=where
     )
+    config = dataclasses.replace(config, **_norms(told))
     skipped = stored.skipped | {
         name: "a counter of PyTorch, which is not used"
         for name in shapes
@@ -126,7 +134,7 @@ def read_model(
         where=where,
     )
     imported.report.skipped = list(skipped.items())
-    imported.report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides)]
+    imported.report.notes = [*stored.notes, *_notes(config, num_heads, stem_strides, told)]
     return imported._replace(normalisation=_NORMALISATION if config.in_channels == 3 else {})
 
 
@@ -176,7 +184,7 @@ def architecture(
     return ViTConfig(
         image_size=image_size or side * stride,
         **stem,
-        num_layers=1 + max(_indices(shapes, r"encoder\.block_(\d+)\.")),
+        num_layers=1 + max(_indices(shapes, r"encoder\.block_(\d{1,4})\.")),
         emb_dim=emb_dim,
         mlp_dim=mlp_dim,
         num_heads=num_heads or emb_dim // HEAD_DIM,
@@ -205,6 +213,7 @@ def open_arrays(path: pathlib.Path) -> Stored:
     if not path.is_file():
         raise errors.UserError(f"checkpoint={path} does not exist; correct the path.")
     notes: list[str] = []
+    settings: Mapping[str, str] = {}
     if path.suffix == ".npz":
         shapes, read = _read_npz(path)
     elif path.suffix == ".safetensors":
@@ -215,6 +224,7 @@ def open_arrays(path: pathlib.Path) -> Stored:
         shapes, read = files.shapes, files.read
         if "ema_state" in files.beside:
             notes.append("model_state is read; the file's ema_state is ignored.")
+        settings = _settings(files.beside.get("cfg") or "")
     skipped = {}
     if any(name.startswith(_PREFIX) for name in shapes):
         skipped = {
@@ -235,7 +245,40 @@ def open_arrays(path: pathlib.Path) -> Stored:
         lambda short: np.asarray(read(names[short]), np.float32),
         skipped,
         notes,
+        settings,
     )
+
+
+def _settings(text: str) -> dict[str, str]:
+    """Returns the settings in the YAML of pycls, by section and name; lists as their lines."""
+    found, section, name = {}, "", ""
+    for line in text.splitlines():
+        if match := re.fullmatch(r"(\w+): *", line):
+            section = match[1]
+        elif match := re.fullmatch(r"  (\w+): *(.*)", line):
+            name = f"{section}.{match[1]}"
+            found[name] = match[2]
+        elif line.startswith("  -") and name:
+            found[name] += line
+    return found
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d{1,9}", text)]
+
+
+def _norms(told: Mapping[str, str]) -> dict[str, float]:
+    """Returns the settings of norms that a file tells."""
+    names = {
+        "LN.EPS": "norm_epsilon",
+        "BN.EPS": "batch_norm_epsilon",
+        "BN.MOM": "batch_norm_momentum",
+    }
+    found = {}
+    for name, ours in names.items():
+        with contextlib.suppress(KeyError, ValueError):
+            found[ours] = float(told[name])
+    return found
 
 
 def _names(config: ViTConfig) -> Iterator[tuple[str, str]]:
@@ -312,7 +355,7 @@ def _stem(
         if strides:
             faults.append("--stem_strides is for a convolution stem, but this one is patchify.")
         return {"stem": "patchify", "patch_size": size, "in_channels": in_channels}
-    count = 1 + max(_indices(shapes, r"stem\.cstem(\d+)_conv\."), default=-1)
+    count = 1 + max(_indices(shapes, r"stem\.cstem(\d{1,4})_conv\."), default=-1)
     layers = [sizes(f"stem.cstem{index}_conv.weight", 4) for index in range(count)]
     layers.append(sizes("stem.cstem_last_conv.weight", 4))
     channels = [shape[0] for shape in layers]
@@ -348,7 +391,10 @@ def _indices(shapes: Mapping[str, Shape], pattern: str) -> list[int]:
 
 
 def _notes(
-    config: ViTConfig, num_heads: int | None, stem_strides: Sequence[int] | None
+    config: ViTConfig,
+    num_heads: int | None,
+    stem_strides: Sequence[int] | None,
+    told: Mapping[str, str],
 ) -> list[str]:
     notes = ["channels are in the order blue, green, red, as in pycls."]
     if num_heads is None:
@@ -356,9 +402,20 @@ def _notes(
     if config.stem == "conv" and stem_strides is None:
         strides = ",".join(map(str, config.stem_strides))
         notes.append(f"strides {strides}: 2 where a convolution widens, as where published.")
+    if "LN.EPS" not in told:
+        notes.append(f"layer norms have the epsilon {config.norm_epsilon}, as where published.")
     return notes
 
 
 def _read_npz(path: pathlib.Path) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
     file = foreign_files.Npz(path, remedy="it may be truncated: copy it again.")
-    return {name: file.header(name).shape for name in file.names}, file.read
+
+    def read(name: str) -> np.ndarray:
+        if (kind := file.header(name).dtype).kind != "f":
+            raise errors.UserError(
+                f"{path}: {errors.clip(name)} is stored as {kind}, but weights are floating-point "
+                "numbers; save them as float32."
+            )
+        return file.read(name)
+
+    return {name: file.header(name).shape for name in file.names}, read

@@ -90,6 +90,7 @@ def read_description(path: str | pathlib.Path) -> tuple[ConvT5Config, int]:
     if not isinstance(config, ConvT5Config) or portable.step_fault(step):
         why = f"step={errors.clip(step)}, or what it describes is no text model"
         raise foreign_files.unreadable(file, why, _REMEDY)
+    hugging_face.check_ids(file.parent)
     return config, step
 
 

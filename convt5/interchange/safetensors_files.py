@@ -13,7 +13,7 @@ from convt5.runtime import foreign_files
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_FLOATS = ("F32", "BF16", "F16")
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class Files:

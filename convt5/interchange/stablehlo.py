@@ -31,6 +31,7 @@ from convt5.ops import dispatch
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 DESCRIPTION = "programs.json"
+_LONGEST = 2**31 - 1  # Positions have 32 bits.
 
 Arrays = Mapping[str, Any]
 
@@ -60,10 +61,10 @@ def write_programs(
     lengths = (("encoder", encoder_length, first), ("decoder", decoder_length, second))
     errors.raise_all(
         [
-            f"{stack}_length={value} must be at least 1"
-            + (f", and at most {limit}, which the model's positions reach." if limit else ".")
+            f"{stack}_length={value} must be at least 1, and at most {limit or _LONGEST}"
+            + (", which the model's positions reach." if limit else ".")
             for stack, value, limit in lengths
-            if value < 1 or (limit and value > limit)
+            if not 1 <= value <= (limit or _LONGEST)
         ],
         where="stablehlo",
     )

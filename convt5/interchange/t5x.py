@@ -63,10 +63,11 @@ def read_model(
         allow_unmapped=allow_unmapped,
         where=where,
     )
+    notes = imported.report.notes
     if settings is None:
-        imported.report.notes.append(
-            "no model.gin: dropout, optimizer and schedule are those of T5."
-        )
+        notes.append("no model.gin: dropout, optimizer and schedule are those of T5.")
+    if config.mlp != "relu" and not (settings and settings.get("T5Config", "mlp_activations")):
+        notes.append(f"mlp_activations not given: {config.mlp} assumed, as in T5 1.1.")
     return imported._replace(step=files.step())
 
 
@@ -192,13 +193,19 @@ def training_settings(settings: OperativeConfig | None) -> Training:
             ("Adafactor", "beta1"): None,
             ("Adafactor", "weight_decay_rate"): None,
             ("Adafactor", "step_offset"): 0,
+            ("Adafactor", "weight_decay_rate_lr_exponent"): None,
+            ("Adafactor", "global_norm_clip_threshold"): None,
+            ("Adafactor", "max_parameter_scale"): None,
+            ("Adafactor", "skip_nan_updates"): False,
+            ("create_learning_rate_scheduler", "step_offset"): 0,
+            ("create_learning_rate_scheduler", "min_learning_rate"): 1e-8,
         }
     )
     is_factored = settings.switch("Adafactor", "factored", True)
     fewest = settings.number("Adafactor", "min_dim_size_to_factor", 128, whole=True)
     optimizer = AdafactorConfig(
         decay_exponent=settings.number("Adafactor", "decay_rate", 0.8),
-        clipping_threshold=settings.number("Adafactor", "clipping_threshold", 1.0),
+        clipping_threshold=settings.limit("Adafactor", "clipping_threshold", 1.0),
         scale_by_parameter=settings.switch("Adafactor", "multiply_by_parameter_scale", True),
         epsilon=settings.number("Adafactor", "epsilon1", 1e-30),
         min_parameter_scale=settings.number("Adafactor", "epsilon2", 1e-3),

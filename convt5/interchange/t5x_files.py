@@ -29,9 +29,10 @@ MOST_TREE_BYTES = 2**27
 _MOST_ENTRIES = 2**20
 _MOST_DEPTH = 64
 _MOST_LAYERS = 1000
+_MOST_ARRAYS = 100 * _MOST_LAYERS
 _REMEDY = "copy the checkpoint again, or name another one."
-_DTYPES = ("float32", "bfloat16", "float16", "int32", "int64", "uint32")
-_ZARR_DTYPES = {"<f4": 4, "<f2": 2, "bfloat16": 2}
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "int32", "int64", "uint32")
+_ZARR_DTYPES = {"<f8": 8, "<f4": 4, "<f2": 2, "bfloat16": 2}
 # TensorStore unpacks these to no more than the declared size of a piece.
 _COMPRESSIONS = (None, "gzip", "zlib", "zstd")
 _NDARRAY, _SCALAR = 1, 3  # Flax's extension types of msgpack.
@@ -63,9 +64,12 @@ class Files:
         self.shapes: dict[str, Shape] = self._reader.shapes
 
     def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
-        """Returns an array in a dtype; raises `UserError` if it cannot be read."""
+        """Returns an array; raises `UserError` if it cannot be read, or weights are integers."""
         try:
-            return np.asarray(self._reader.read(name), dtype)
+            value = np.asarray(self._reader.read(name))
+            if dtype is np.float32 and value.dtype.kind in "iub":
+                raise ValueError(f"{value.dtype} is no dtype of weights")
+            return np.asarray(value, dtype)
         except errors.UserError:
             raise
         except Exception as error:
@@ -106,6 +110,9 @@ class OneByOne:
         for name, shape in files.shapes.items():
             match = re.fullmatch(r"(target/(?:en|de)coder/layers)(/.+)", name)
             if match and len(shape) > 1:
+                if len(self.shapes) > _MOST_ARRAYS:
+                    why = f"it has more than {_MOST_ARRAYS:,} arrays of single layers"
+                    raise foreign_files.unreadable(self.folder, why, _REMEDY)
                 if shape[1] > _MOST_LAYERS:
                     why = f"{errors.clip(name)} has {shape[1]:,} layers"
                     raise foreign_files.unreadable(self.folder, why, _REMEDY)

@@ -36,7 +36,7 @@ _REMEDY = "copy it again, or save the state_dict of the model anew with torch.sa
 _PROTOCOL = 2  # Pickle protocol of torch.save.
 _ZIP = b"PK\x03\x04"
 _LEGACY_PICKLES = 5  # Magic number, version, machine, the state and the keys of its storages.
-_FLOATS = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 # Tied arrays occur under several names, but no model repeats everything this often.
 _MOST_REPEATS = 8
 _MOST_BUILT = 2**26
@@ -67,7 +67,8 @@ class Files:
 
     Attributes:
         shapes: shapes of the arrays.
-        beside: other contents of the outermost mapping, if the state is inside it.
+        beside: other contents of the outermost mapping, if the state is inside it; None for what is
+            no text.
     """
 
     def __init__(self, paths: list[pathlib.Path], *, inside: str | None = None):
@@ -83,13 +84,17 @@ class Files:
         """
         self._tensors: dict[str, tuple[Any, pathlib.Path]] = {}
         self.shapes: dict[str, Shape] = {}
-        self.beside: set[str] = set()
+        self.beside: dict[str, str | None] = {}
         faults = []
         for path in paths:
             state = _load(path)
             inner = None if inside is None else dict.get(state, inside)
             if isinstance(inner, dict):
-                self.beside |= {str(name) for name in state if name != inside}
+                self.beside |= {
+                    str(name): value if isinstance(value, str) else None
+                    for name, value in dict.items(state)
+                    if name != inside
+                }
                 state = inner
             _check_state(path, state)
             for name, value in dict.items(state):
