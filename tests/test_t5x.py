@@ -395,6 +395,18 @@ def test_what_divided_the_loss_divides_it_further(factor, expected):
     assert (training.loss.normalize_by, training.loss_divisor) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (None, 1e-4),
+        (OperativeConfig("models.EncoderDecoderModel.label_smoothing = 0.1"), 0),
+        (OperativeConfig("models.EncoderDecoderModel.z_loss = 0.01"), 0.01),
+    ],
+)
+def test_z_loss_is_that_of_t5_only_where_no_settings_are(settings, expected):
+    assert t5x.training_settings(settings).loss.z_loss == expected
+
+
 @pytest.mark.slow
 def test_the_memory_of_a_divided_loss_is_that_of_its_sum(golden, tmp_path):
     gin = tmp_path / "model.gin"

@@ -185,6 +185,7 @@ def training_settings(settings: OperativeConfig | None) -> Training:
         UserError: a setting that convt5 does not implement, such as momentum or another
             optimizer.
     """
+    usual_z_loss = 1e-4 if settings is None else 0.0  # T5's, and that of T5X's class.
     settings = settings or OperativeConfig("")
     settings.check(
         {
@@ -213,7 +214,7 @@ def training_settings(settings: OperativeConfig | None) -> Training:
     )
     normalize_by, divisor = _normalization(settings)
     loss = TextLoss(
-        z_loss=settings.number("EncoderDecoderModel", "z_loss", 1e-4),
+        z_loss=settings.number("EncoderDecoderModel", "z_loss", usual_z_loss),
         label_smoothing=settings.number("EncoderDecoderModel", "label_smoothing", 0.0),
         normalize_by=normalize_by,
     )
