@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from convt5 import errors
 
-from . import pretraining, registration, span_corruption, squad
+from . import span_corruption, squad
 
 Kind = Literal["name", "place", "number", "year", "phrase"]
 
@@ -250,6 +250,3 @@ def _is_function_word(bare: str) -> bool:
 def _bare(word: str) -> str:
     """Returns a word without punctuation at its ends."""
     return _EDGES.sub("", word)
-
-
-registration.add(cloze_questions(pretraining.c4_span_corruption(), name="c4_cloze_questions"))
