@@ -126,16 +126,13 @@ def _rows(dataset: tf.data.Dataset, *, ask: Any) -> tf.data.Dataset:
         asked = ask(text.decode("utf-8", "replace"), rng)
         return np.array(asked, object).reshape(-1, len(Question._fields))
 
-    def ask_about_document(row: Mapping[str, tf.Tensor], seed: tf.Tensor) -> tf.Tensor:
+    def ask_about_document(row: Mapping[str, tf.Tensor], seed: tf.Tensor) -> dict[str, tf.Tensor]:
         asked = tf.numpy_function(of_document, [row["targets"], seed], tf.string, stateful=False)
-        return tf.ensure_shape(asked, [None, len(Question._fields)])
+        asked = tf.ensure_shape(asked, [None, len(Question._fields)])
+        return {"context": asked[:, 0], "question": asked[:, 1], "answers": asked[:, 2:]}
 
     ask_all: Any = seqio.map_over_dataset(ask_about_document, num_seeds=1)
-    return (
-        ask_all(dataset)
-        .unbatch()
-        .map(lambda asked: {"context": asked[0], "question": asked[1], "answers": asked[2:]})
-    )
+    return ask_all(dataset).unbatch()
 
 
 def ask_about(

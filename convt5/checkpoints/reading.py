@@ -121,9 +121,14 @@ def load_params(
     return named_arrays.fill(abstract_model, named_arrays.nest(load_named(folder, params)))
 
 
+def has_average(folder: epath.PathLike) -> bool:
+    """Returns whether one checkpoint from `find_checkpoint` has an average of the model."""
+    return any(name.startswith(f"{EMA}/") for name in _about(folder)["optimizer"])
+
+
 def check_average(folder: epath.PathLike) -> None:
     """Raises `UserError` if one checkpoint from `find_checkpoint` has no average of the model."""
-    if not any(name.startswith(f"{EMA}/") for name in _about(folder)["optimizer"]):
+    if not has_average(folder):
         raise errors.UserError(
             f"{folder} holds no moving average of the parameters, because its run was trained "
             "without one; leave out ema, or train with trainer.train.ema=@averaging.EMA()."

@@ -1,6 +1,5 @@
 """`convt5.load_model`: loads a trained model from its folder, in any supported format."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -125,8 +124,7 @@ def read_run(directory: epath.PathLike, *, step: int | None = None) -> Imported:
     params = {name: jax.device_get(leaf) for name, leaf in named_leaves(model)}
     sources = tuple(Source(path=name, names=(name,)) for name in params)
     report = Report(mapped=[(name, name) for name in params])
-    with contextlib.suppress(errors.UserError):
-        reading.check_average(folder)
+    if reading.has_average(folder):
         report.notes.append(
             "these are the last parameters, not the run's moving average; to export that, call "
             "convt5.save_model(convt5.load_model(RUN, ema=True), FOLDER)."
