@@ -1,9 +1,9 @@
 """Questions about plain text, for pre-training on question answering without labelled data.
 
 Noisy clozes, after Lewis et al. 2019 (arXiv 1906.04980): the answer is a name, a number, a year or
-a phrase of a passage. The question is the text around it, less some words, with a question word in
-its place. Answering takes what extractive question answering takes: to find the sentence that
-shares the words of the question, and to copy from it. The question words are English.
+a phrase of a passage. The question is words of its sentence, with a question word in its place.
+Answering takes what extractive question answering takes: to find the sentence that shares the words
+of the question, and to copy from it. The question words are English.
 """
 
 import functools
@@ -34,7 +34,9 @@ _UNQUOTED = re.compile(r"[\"\u201c\u201d()]")
 _SENTENCE_WORDS = range(6, 61)
 _NAME_WORDS = 6
 _PHRASE_WORDS = 4
-_WINDOW = (4, 14)
+_QUESTION_WORDS_KEPT = (4, 12)
+_WIDEST_GAP = 4
+_FEWEST_TELLING = 2
 _PLACE_WORDS = {"at", "from", "in", "into", "near", "to"}
 _LINKS = {"and", "of", "the"}
 _WORDS = """
@@ -76,7 +78,7 @@ def cloze_questions(
     min_words: int = 20,
     max_words: int = 180,
     questions: int = 3,
-    noise: float = 0.5,
+    noise: float = 0.8,
     name: str = "cloze_questions",
 ) -> seqio.Task:
     """Returns a task of questions about the documents of another, in the form of `squad.squad`.
@@ -89,8 +91,9 @@ def cloze_questions(
         min_words, max_words: length of a passage before its last sentence. Short ones, from which
             copying is learned first, are as frequent as long ones: the logarithm is uniform.
         questions: most questions about a passage.
-        noise: largest fraction of the function words left out of a question, in [0, 1], of other
-            words half as many; each question draws its own from 0 to this.
+        noise: largest fraction of the function words of a sentence left out of a question, in
+            [0, 1], of other words half as many; each question draws its own from 0 to this. Of
+            what is left, a question has at most 4 to 12 words.
         name: name of the task; use the same one if you register it.
 
     Raises:
@@ -150,7 +153,9 @@ def ask_about(
         options = [(words, span) for words in sentences for span in answers(words, rng)]
         for words, span in rng.sample(options, min(questions, len(options))):
             answer = _bare(" ".join(words[span.start : span.end]))
-            asked.append(Question(context, _question(words, span, rng, noise), answer))
+            question = _question(words, span, rng, noise)
+            if question:
+                asked.append(Question(context, question, answer))
     return asked
 
 
@@ -223,20 +228,33 @@ def _is_joined(words: Sequence[str], bare: Sequence[str], place: int) -> bool:
     return before and bool(bare[place]) and words[place].startswith(bare[place])
 
 
-def _question(words: Sequence[str], span: Span, rng: random.Random, noise: float) -> str:
-    """Returns the words around an answer, less some, with a question word for it."""
-    rate = rng.uniform(0, noise)
+def _question(words: Sequence[str], span: Span, rng: random.Random, noise: float) -> str | None:
+    """Returns words of a sentence with a question word for the answer; None if too few tell it.
 
-    def thinned(part: Sequence[str]) -> str:
-        rates = (rate if _is_function_word(_bare(word)) else rate / 2 for word in part)
-        kept = (word for word, each in zip(part, rates, strict=True) if rng.random() >= each)
-        return _UNQUOTED.sub("", " ".join(kept)).rstrip(".,;:!?")
+    Words beside the answer are left out at random, for people rarely ask with these: then only the
+    rest of the sentence tells where the answer is.
+    """
+    rate, gap = rng.uniform(0, noise), rng.randint(0, _WIDEST_GAP)
+    beside = range(span.start - gap, span.end + gap)
+    tells = [not _is_function_word(_bare(word)) for word in words]
+    kept = [
+        place
+        for place in range(len(words))
+        if place not in beside and rng.random() >= (rate / 2 if tells[place] else rate)
+    ]
+    size = rng.randint(*_QUESTION_WORDS_KEPT)
+    kept = sorted(rng.sample(kept, min(size, len(kept))))
+    if sum(tells[place] for place in kept) < _FEWEST_TELLING:
+        return None
 
-    before = thinned(words[max(0, span.start - rng.randint(*_WINDOW)) : span.start])
-    after = thinned(words[span.end : span.end + rng.randint(*_WINDOW)])
+    def joined(part: Iterable[int]) -> str:
+        return _UNQUOTED.sub("", " ".join(words[place] for place in part)).rstrip(".,;:!?")
+
+    before = joined(place for place in kept if place < span.start)
+    after = joined(place for place in kept if place >= span.end)
     asked = rng.choice(_QUESTION_WORDS[span.kind])
-    parts = rng.choice(([asked, after, before], [before, asked.lower(), after]))
-    text = " ".join(part for part in parts if part)
+    orders = ([asked, before, after], [asked, after, before], [before, asked.lower(), after])
+    text = " ".join(part for part in rng.choice(orders) if part)
     return f"{text[0].upper()}{text[1:]}?"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("seqio")
 
-from convt5.tasks import classification, cogs, pretraining, synthetic
+from convt5.tasks import classification, cogs, pretraining, squad, synthetic
 
 from convt5 import errors
 from convt5.evaluation import baselines
@@ -116,3 +116,31 @@ def test_a_task_that_only_checks_lengths_is_measured():
 def test_a_file_without_tasks_is_told():
     with pytest.raises(errors.UserError, match=r"sets no evaluation\.EvalConfig\.tasks"):
         baselines.main(["--gin_file=gin/models/dynamic_tiny.gin"])
+
+
+def test_the_best_sentence_shares_most_words_with_the_question():
+    context = (
+        "The Thames froze in 1709 . In Paris , the poor ate bread of roots ! Why ? No one asked ."
+    )
+    for question, sentence in (
+        ("What did the poor of Paris eat ?", "In Paris , the poor ate bread of roots !"),
+        ("When did the thames freeze in ?", "The Thames froze in 1709 ."),
+        ("Xyzzy ?", "The Thames froze in 1709 ."),
+        ("one , . ?", "No one asked ."),
+    ):
+        assert baselines.best_sentence(question, context) == sentence
+
+
+def test_questions_about_a_passage_have_the_metrics_of_the_best_sentence(tmp_path):
+    context = "Ann saw Bob. Carol met Dave in Rome. Eve sleeps."
+    rows = [
+        {"context": context, "question": "Where did Carol meet Dave?", "answers": ["Rome"]},
+        {"context": context, "question": "Does Eve?", "answers": ["no", "Eve sleeps"]},
+    ]
+    (tmp_path / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    names, _, row = baselines.table([squad.squad(str(tmp_path))], "test").splitlines()
+    found = dict(zip(*([c.strip() for c in x.split("|")[1:-1]] for x in (names, row)), strict=True))
+    assert found["examples"] == "2"
+    # One of the five words "carol met dave in rome" is the answer; the other is answered exactly.
+    assert float(found["best sentence: f1"]) == pytest.approx(100 * (1 / 3 + 1) / 2, abs=0.05)
+    assert float(found["best sentence: em"]) == 50

@@ -1,12 +1,15 @@
-"""Baselines without a network: the most frequent label, and naive Bayes on words and word pairs.
+"""Baselines without a network, to compare models with.
 
 `python -m convt5.evaluation.baselines --gin_file=gin/tasks/trec6.gin --gin.DATA=... --split=test`
-prints a row for each classification task, to compare models with.
+prints a row for each task. For classification there are the most frequent label, and naive Bayes on
+words and word pairs; for questions about a passage, the sentence that shares most words with the
+question.
 """
 
 import collections
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from convt5 import errors
 from convt5.configuration import command_line
@@ -14,11 +17,14 @@ from convt5.reports import markdown
 
 SMOOTHING = 0.1
 _MOST_LABELS = 100
+_QUESTION = re.compile(r"question: (.*?) context: (.*)", re.DOTALL)
+_SENTENCE_END = re.compile(r"(?<= [.!?]) ")
 COMMAND = command_line.Command(
     name="evaluation.baselines",
-    summary="Prints baseline accuracies of classification tasks, in per cent: the most frequent "
-    "label of the training split, and naive Bayes on words and word pairs. A trained "
-    "model should exceed them.",
+    summary="Prints baselines, in per cent, which a trained model should exceed. Of "
+    "classification tasks: accuracies of the most frequent label of the training split, and of "
+    "naive Bayes on words and word pairs. Of questions about a passage: the metrics of the "
+    "sentence that shares most words with the question.",
     examples=[
         (
             "question types",
@@ -62,12 +68,34 @@ def naive_bayes(train: Labelled, test: Labelled) -> float:
     return float(model.score(words.transform(test.texts), test.labels))
 
 
+def best_sentence(question: str, context: str) -> str:
+    """Returns the sentence of the context that shares most different words with the question.
+
+    Of several, the first. Unlike the sliding window of Rajpurkar et al. 2016 (arXiv 1606.05250,
+    section 5.1), it does not choose a phrase within the sentence. Both texts have spaces around
+    punctuation, as `squad` writes them.
+    """
+    asked = {word for word in question.lower().split() if word[0].isalnum()}
+    sentences = _SENTENCE_END.split(context)
+    return max(sentences, key=lambda sentence: len(asked & {*sentence.lower().split()}))
+
+
 def read(task, split: str) -> Labelled:
     """Returns the inputs and targets of a seqio task, as texts.
 
     Raises:
         UserError: the task lacks the split, or is not a classification.
     """
+    labelled = _texts(task, _read_examples(task, split))
+    if (count := len(set(labelled.labels))) > _MOST_LABELS:
+        raise errors.UserError(
+            f"task={task.name} has {count} different targets in {split}; baselines are for tasks "
+            f"with at most {_MOST_LABELS} labels."
+        )
+    return labelled
+
+
+def _read_examples(task, split: str) -> list[Mapping[str, Any]]:
     from convt5.evaluation import task_data
 
     task_data.check_split(task, split)
@@ -76,22 +104,19 @@ def read(task, split: str) -> Labelled:
             f"task={task.name} cuts text to fixed lengths, as pre-training does; baselines need "
             f"a task with at most {_MOST_LABELS} labels."
         )
-    features = task.output_features
     # Tasks that rank labels have one example per label.
-    examples = [
-        example
-        for example in task_data.read_examples(task, split, lengths={})
-        if example.get("is_correct", True)
-    ]
+    examples = task_data.read_examples(task, split, lengths={})
+    return [example for example in examples if example.get("is_correct", True)]
+
+
+def _texts(task, examples: Sequence[Mapping[str, Any]]) -> Labelled:
+    from convt5.evaluation import task_data
+
+    features = task.output_features
     texts, labels = (
         [task_data.original_text(e, name, features[name].vocabulary.decode) for e in examples]
         for name in ("inputs", "targets")
     )
-    if (count := len(set(labels))) > _MOST_LABELS:
-        raise errors.UserError(
-            f"task={task.name} has {count} different targets in {split}; baselines are for tasks "
-            f"with at most {_MOST_LABELS} labels."
-        )
     return Labelled(texts, labels)
 
 
@@ -113,24 +138,51 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(named: Sequence[object], split: str) -> str:
-    """Returns a row for each task (name or object); tasks with the same texts share one."""
+    """Returns a row for each task (name or object); tasks with the same texts share one.
+
+    Classifications and questions about a passage have a table each.
+    """
     from convt5.evaluation import task_data
 
-    rows, seen = [], []
+    labels, questions, seen = [], [], []
     for task in task_data.find_tasks(named):
+        examples = _read_examples(task, split)
+        test = _texts(task, examples)
+        if all(asked := [_QUESTION.fullmatch(text) for text in test.texts]):
+            sentences = [best_sentence(*each.groups()) for each in asked if each]
+            questions.append(_row(task, test) | _measured(task, examples, test.labels, sentences))
+            continue
         train, test = read(task, "train"), read(task, split)
         if (train, test) in seen:  # For instance, a ranking and a generating task.
             continue
         seen.append((train, test))
-        rows.append(
-            {
-                "task": task.name,
-                "examples": f"{len(test.labels):,}",
+        labels.append(
+            _row(task, test)
+            | {
                 "most frequent label": f"{100 * majority(train, test):.1f}",
                 "naive Bayes": f"{100 * naive_bayes(train, test):.1f}",
             }
         )
-    return markdown.table(rows)
+    return "\n\n".join(markdown.table(rows) for rows in (labels, questions) if rows)
+
+
+def _row(task, test: Labelled) -> dict[str, str]:
+    return {"task": task.name, "examples": f"{len(test.labels):,}"}
+
+
+def _measured(
+    task, examples: Sequence[Mapping[str, Any]], labels: Sequence[str], sentences: Sequence[str]
+) -> dict[str, str]:
+    """Returns the task's metrics of sentences as answers."""
+    answers = [
+        task.postprocess_fn(label, example=example, is_target=True)
+        for label, example in zip(labels, examples, strict=True)
+    ]
+    return {
+        f"best sentence: {name}": f"{value:.1f}"
+        for metric in task.metric_fns
+        for name, value in metric(answers, sentences).items()
+    }
 
 
 if __name__ == "__main__":
