@@ -86,7 +86,12 @@ def read(task, split: str) -> Labelled:
     Raises:
         UserError: the task lacks the split, or is not a classification.
     """
-    labelled = _texts(task, _read_examples(task, split))
+    labelled, _ = _read(task, split)
+    return _checked(task, split, labelled)
+
+
+def _checked(task, split: str, labelled: Labelled) -> Labelled:
+    """Returns texts unless they have too many labels for a classification."""
     if (count := len(set(labelled.labels))) > _MOST_LABELS:
         raise errors.UserError(
             f"task={task.name} has {count} different targets in {split}; baselines are for tasks "
@@ -95,7 +100,8 @@ def read(task, split: str) -> Labelled:
     return labelled
 
 
-def _read_examples(task, split: str) -> list[Mapping[str, Any]]:
+def _read(task, split: str) -> tuple[Labelled, list[Mapping[str, Any]]]:
+    """Returns texts as `read` does, of any task, and their examples."""
     from convt5.evaluation import task_data
 
     task_data.check_split(task, split)
@@ -104,20 +110,18 @@ def _read_examples(task, split: str) -> list[Mapping[str, Any]]:
             f"task={task.name} cuts text to fixed lengths, as pre-training does; baselines need "
             f"a task with at most {_MOST_LABELS} labels."
         )
-    # Tasks that rank labels have one example per label.
-    examples = task_data.read_examples(task, split, lengths={})
-    return [example for example in examples if example.get("is_correct", True)]
-
-
-def _texts(task, examples: Sequence[Mapping[str, Any]]) -> Labelled:
-    from convt5.evaluation import task_data
-
     features = task.output_features
+    # Tasks that rank labels have one example per label.
+    examples = [
+        example
+        for example in task_data.read_examples(task, split, lengths={})
+        if example.get("is_correct", True)
+    ]
     texts, labels = (
         [task_data.original_text(e, name, features[name].vocabulary.decode) for e in examples]
         for name in ("inputs", "targets")
     )
-    return Labelled(texts, labels)
+    return Labelled(texts, labels), examples
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,13 +150,12 @@ def table(named: Sequence[object], split: str) -> str:
 
     labels, questions, seen = [], [], []
     for task in task_data.find_tasks(named):
-        examples = _read_examples(task, split)
-        test = _texts(task, examples)
+        test, examples = _read(task, split)
         if all(asked := [_QUESTION.fullmatch(text) for text in test.texts]):
             sentences = [best_sentence(*each.groups()) for each in asked if each]
             questions.append(_row(task, test) | _measured(task, examples, test.labels, sentences))
             continue
-        train, test = read(task, "train"), read(task, split)
+        train, test = read(task, "train"), _checked(task, split, test)
         if (train, test) in seen:  # For instance, a ranking and a generating task.
             continue
         seen.append((train, test))
