@@ -34,7 +34,7 @@ _UNQUOTED = re.compile(r"[\"\u201c\u201d()]")
 _SENTENCE_WORDS = range(6, 61)
 _NAME_WORDS = 6
 _PHRASE_WORDS = 4
-_QUESTION_WORDS_KEPT = (4, 12)
+_KEPT_WORDS = (4, 12)
 _WIDEST_GAP = 4
 _FEWEST_TELLING = 2
 _PLACE_WORDS = {"at", "from", "in", "into", "near", "to"}
@@ -92,8 +92,8 @@ def cloze_questions(
             copying is learned first, are as frequent as long ones: the logarithm is uniform.
         questions: most questions about a passage.
         noise: largest fraction of the function words of a sentence left out of a question, in
-            [0, 1], of other words half as many; each question draws its own from 0 to this. Of
-            what is left, a question has at most 4 to 12 words.
+            [0, 1], of other words half as many; each question draws its own from 0 to this, and
+            takes 4 to 12 of the words that are left.
         name: name of the task; use the same one if you register it.
 
     Raises:
@@ -242,7 +242,7 @@ def _question(words: Sequence[str], span: Span, rng: random.Random, noise: float
         for place in range(len(words))
         if place not in beside and rng.random() >= (rate / 2 if tells[place] else rate)
     ]
-    size = rng.randint(*_QUESTION_WORDS_KEPT)
+    size = rng.randint(*_KEPT_WORDS)
     kept = sorted(rng.sample(kept, min(size, len(kept))))
     if sum(tells[place] for place in kept) < _FEWEST_TELLING:
         return None

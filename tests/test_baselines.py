@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("seqio")
 
-from convt5.tasks import classification, cogs, pretraining, squad, synthetic
+import seqio
+import tensorflow as tf
+from convt5.tasks import classification, cogs, metrics, pretraining, squad, synthetic, vocabularies
 
 from convt5 import errors
 from convt5.evaluation import baselines
@@ -144,3 +146,22 @@ def test_questions_about_a_passage_have_the_metrics_of_the_best_sentence(tmp_pat
     # One of the five words "carol met dave in rome" is the answer; the other is answered exactly.
     assert float(found["best sentence: f1"]) == pytest.approx(100 * (1 / 3 + 1) / 2, abs=0.05)
     assert float(found["best sentence: em"]) == 50
+
+
+def test_questions_with_labels_are_a_classification():
+    texts = [f"question: is it {x} ? context: It is {x} ." for x in "ab"]
+    feature = seqio.Feature(vocabularies.characters())
+    asked = seqio.Task(
+        "labelled_questions",
+        source=seqio.FunctionDataSource(
+            lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(
+                {"inputs": texts, "targets": ["a", "b"]}
+            ),
+            splits=["train", "test"],
+        ),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features={"inputs": feature, "targets": feature},
+        metric_fns=[metrics.accuracy],
+    )
+    *_, row = baselines.table([asked], "test").splitlines()
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["2", "50.0", "100.0"]

@@ -55,12 +55,10 @@ def test_answers_stand_in_passages_of_whole_sentences():
         assert context in wholes
 
 
-def about_the_year(**settings):
-    sentence = "The Thames froze in 1709 for some weeks."
+def about_the_year():
+    sentence, settings = "The Thames froze in 1709 for some weeks.", {"noise": 0, "questions": 10}
     questions = (
-        cloze_questions.ask_about(
-            sentence, random.Random(seed), **{**SETTINGS, "noise": 0, "questions": 10, **settings}
-        )
+        cloze_questions.ask_about(sentence, random.Random(seed), **{**SETTINGS, **settings})
         for seed in range(2000)
     )
     return {each.question for found in questions for each in found if each.answer == "1709"}

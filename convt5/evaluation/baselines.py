@@ -142,18 +142,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(named: Sequence[object], split: str) -> str:
-    """Returns a row for each task (name or object); tasks with the same texts share one.
+    """Returns a row for each task (name or object).
 
-    Classifications and questions about a passage have a table each.
+    Classifications and questions about a passage have a table each; classifications of the same
+    texts share a row.
     """
     from convt5.evaluation import task_data
 
     labels, questions, seen = [], [], []
     for task in task_data.find_tasks(named):
         test, examples = _read(task, split)
-        if all(asked := [_QUESTION.fullmatch(text) for text in test.texts]):
-            sentences = [best_sentence(*each.groups()) for each in asked if each]
-            questions.append(_row(task, test) | _measured(task, examples, test.labels, sentences))
+        if measured := _of_sentences(task, test, examples):
+            questions.append(_row(task, test) | measured)
             continue
         train, test = read(task, "train"), _checked(task, split, test)
         if (train, test) in seen:  # For instance, a ranking and a generating task.
@@ -173,14 +173,22 @@ def _row(task, test: Labelled) -> dict[str, str]:
     return {"task": task.name, "examples": f"{len(test.labels):,}"}
 
 
-def _measured(
-    task, examples: Sequence[Mapping[str, Any]], labels: Sequence[str], sentences: Sequence[str]
-) -> dict[str, str]:
-    """Returns the task's metrics of sentences as answers."""
+def _of_sentences(task, test: Labelled, examples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the task's metrics of `best_sentence`; none unless it is in the form of SQuAD.
+
+    There, metrics compare with a list of answers. A classification, such as that of questions to
+    answer with yes or no, may write its inputs alike.
+    """
+    asked = [match.groups() for match in map(_QUESTION.fullmatch, test.texts) if match]
+    if len(asked) < len(test.texts):
+        return {}
     answers = [
         task.postprocess_fn(label, example=example, is_target=True)
-        for label, example in zip(labels, examples, strict=True)
+        for label, example in zip(test.labels, examples, strict=True)
     ]
+    if not all(isinstance(each, list) for each in answers):
+        return {}
+    sentences = [best_sentence(question, context) for question, context in asked]
     return {
         f"best sentence: {name}": f"{value:.1f}"
         for metric in task.metric_fns
