@@ -305,6 +305,16 @@ def test_a_value_of_another_type_is_an_error_before_anything_is_built(write, bin
 
 
 @pytest.mark.parametrize(
+    "setting", [f"schedule.Cosine.{n}" for n in ("peak", "total_steps")] + ["A"]
+)
+@pytest.mark.parametrize("value", ["0x" + "f" * 5_000, "[0x" + "f" * 5_000 + "]", "9" * 5_000])
+def test_a_value_of_thousands_of_digits_is_shown_in_part(write, setting, value):
+    message = fault([write("a.gin", COSINE)], [f"{setting}={value}"], roots=["%RATE"])
+    assert f"{setting}=" in message
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize(
     ("binding", "shown"),
     [
         ("KERNELS = [%K, 7]\nK = 'x'", "'x'"),

@@ -43,8 +43,8 @@ def macro_faults(
             if not hint and others:
                 hint = f" Macros in use: {', '.join(errors.abbreviate(others))}."
             yield (
-                f"{setting.location}: macro {setting.name}={setting.value!r} is not used by "
-                f"anything; correct the name or remove it.{hint}"
+                f"{setting.location}: macro {setting.name}={errors.clip(setting.value)} is not "
+                f"used by anything; correct the name or remove it.{hint}"
             )
     for root in roots:
         if isinstance(root, Macro) and root.name not in defined:

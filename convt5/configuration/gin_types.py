@@ -50,7 +50,7 @@ def faults(values: Iterable[Typed]) -> Iterator[str]:
         else:
             rule = f"must be {' or '.join(dict.fromkeys(_describe(typed.hint)))}."
             rule += _spelling(typed)
-        yield f"{typed.location}: {typed.name}={typed.value!r} {rule}"
+        yield f"{typed.location}: {typed.name}={errors.clip(typed.value)} {rule}"
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -165,6 +165,8 @@ def clip(value: object, *, limit: int = 60) -> str:
         text = repr(value)
     except RecursionError:
         text = f"a nested {type(value).__name__}"
+    except ValueError:  # Python writes no integer of more than 4,300 digits.
+        text = "<more than 4,300 digits>"
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
