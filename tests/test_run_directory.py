@@ -226,6 +226,17 @@ def test_what_a_kill_leaves_half_written_beside_other_files_is_removed_by_later_
     assert (tmp_path / "first").read_text() == "half"
 
 
+def test_contents_are_on_the_disk_before_their_name(tmp_path, monkeypatch):
+    path, synced = tmp_path / "a", []
+
+    def fsync(file):
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    atomic_files.replace_text(path, "whole")
+    assert synced == [(path.stat().st_ino, 5, False)]
+
+
 def write_half(path):
     with atomic_files.replacing(path) as partial:
         partial.write_text("half")

@@ -257,9 +257,7 @@ def _read_mesh_tf(conversion: Conversion) -> tuple[Imported, Callable[..., Any],
     operative = OperativeConfig.read(path) if path else None
     settings = mesh_tf.training_settings(operative)
     imported = mesh_tf.read_model(checkpoint, operative, allow_unmapped=conversion.allow_unmapped)
-    imported.report.notes += _settings_notes(conversion, operative)
-    if checkpoint.prefix != conversion.checkpoint:
-        imported.report.notes.append(f"{checkpoint.prefix} is read, at step {imported.step}.")
+    imported.report.notes += _what_was_read(conversion, operative, checkpoint.prefix, imported.step)
     moments = None
     if conversion.optimizer:
         moments = of_sum(mesh_tf.read_moments(checkpoint, imported), settings.loss_divisor)
@@ -279,9 +277,7 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
     settings = OperativeConfig.read(path) if path else None
     training = t5x.training_settings(settings)
     imported = t5x.read_model(files, settings, allow_unmapped=conversion.allow_unmapped)
-    imported.report.notes += _settings_notes(conversion, settings)
-    if files.folder != pathlib.Path(conversion.checkpoint):
-        imported.report.notes.append(f"{files.folder} is read, at step {imported.step}.")
+    imported.report.notes += _what_was_read(conversion, settings, files.folder, imported.step)
     moments = None
     if conversion.optimizer:
         moments = of_sum(t5x.read_moments(files, imported), training.loss_divisor)
@@ -293,16 +289,21 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
     return imported, make_state, training
 
 
-def _settings_notes(conversion: Conversion, settings: OperativeConfig | None) -> list[str]:
-    """Returns where the settings of the original run were found, and which were not read."""
-    if settings is None:
-        return []
-    notes = [
-        f"{settings.where}: the file of {each} is not read; pass one that has all settings itself."
-        for each in settings.includes
-    ]
-    if not conversion.operative_config:
-        notes.append(f"settings read from {settings.where}, found beside the checkpoint.")
+def _what_was_read(
+    conversion: Conversion, settings: OperativeConfig | None, checkpoint: Any, step: int
+) -> list[str]:
+    """Returns notes on the settings of the original run, and on a checkpoint chosen in a folder."""
+    notes = []
+    if settings is not None:
+        notes = [
+            f"{settings.where}: the file of {each} is not read; pass one that has all settings "
+            "itself."
+            for each in settings.includes
+        ]
+        if not conversion.operative_config:
+            notes.append(f"settings read from {settings.where}, found beside the checkpoint.")
+    if pathlib.Path(checkpoint) != pathlib.Path(conversion.checkpoint):
+        notes.append(f"{checkpoint} is read, at step {step}.")
     return notes
 
 

@@ -58,6 +58,7 @@ def replacing(path: AnyPath) -> Iterator[AnyPath]:
     try:
         file_locks.lock(file)
         yield partial
+        os.fsync(file)  # Otherwise the name may outlive the contents when the machine stops.
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
