@@ -237,6 +237,18 @@ def test_contents_are_on_the_disk_before_their_name(tmp_path, monkeypatch):
     assert synced == [(path.stat().st_ino, 5, False)]
 
 
+def test_a_removed_folder_is_not_called_full(tmp_path):
+    folder = tmp_path / "run"
+    told = (
+        f"the run directory {folder} cannot be written any more: .* put it back; the same command"
+    )
+    with pytest.raises(errors.TrainingError, match=told), run_directory.writing(folder):
+        (folder / "metrics.jsonl").write_text("")
+    folder.write_text("no folder")
+    with pytest.raises(errors.TrainingError, match="Free space"), run_directory.writing(folder):
+        (folder / "metrics.jsonl").write_text("")
+
+
 def write_half(path):
     with atomic_files.replacing(path) as partial:
         partial.write_text("half")

@@ -313,9 +313,9 @@ class Checkpointer:
         except Exception as error:  # Writers fail in many ways on full or vanished disks.
             reason = errors.lack_of_room(error) or reading.first_line(error)
             raise errors.TrainingError(
-                f"a checkpoint could not be written to {self.directory}: {reason}. Free space "
-                "there, or change its permissions; the same command then resumes from the last "
-                "complete checkpoint."
+                f"a checkpoint could not be written to {self.directory}: {reason}. "
+                f"{atomic_files.to_write_again(self.directory)}; the same command then resumes "
+                "from the last complete checkpoint."
             ) from error
 
     def _forget_failed(self) -> None:

@@ -82,6 +82,13 @@ def check_replaceable(path: pathlib.Path) -> None:
         pass
 
 
+def to_write_again(folder: epath.PathLike) -> str:
+    """Returns what a user can do about a folder that cannot be written any more."""
+    if not is_remote(folder) and not os.path.lexists(folder):
+        return "It was removed, or its disk is gone: put it back"
+    return "Free space there, change its permissions, or move away what is in its place"
+
+
 def remove_left_overs(folder: AnyPath) -> None:
     """Removes temporary files of killed processes from a folder that no other process writes."""
     for path in pathlib.Path(folder).glob(_PARTIALS):

@@ -146,9 +146,9 @@ def writing(folder: epath.PathLike) -> Iterator[None]:
     except OSError as error:
         raise errors.TrainingError(
             f"the run directory {folder} cannot be written any more: "
-            f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}. Free "
-            "space there, change its permissions, or move the obstacle away; the same command "
-            "then resumes from the last complete checkpoint."
+            f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}. "
+            f"{atomic_files.to_write_again(folder)}; the same command then resumes from the last "
+            "complete checkpoint."
         ) from error
 
 
