@@ -315,7 +315,7 @@ class AssociativeRecall(SymbolTask):
             in the same order.
         repeat_keys: whether the target names each key before its value: `a3k7b1....?kb` gives
             `k7b1`. The decoder then attends once to find a value; otherwise twice, to the key and
-            to the value, which small models take very long to learn.
+            to the value, which small models without Canon layers learn late or never.
     """
 
     gap: int = 16

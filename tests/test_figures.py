@@ -59,6 +59,19 @@ def test_logarithmic_values_have_plain_labels_at_any_span(values):
     assert not any("$" in label or "^" in label for label in shown)
 
 
+@pytest.mark.parametrize("least", [0.0667, 0.011, 1.3, 0.5, 2e-5])
+def test_labels_beside_zero_do_not_overlap(least):
+    values = [0.0, least, 60.0]
+    drawn = axes()
+    drawn.plot(range(3), values)
+    figures.log_values(drawn, values)
+    drawn.figure.canvas.draw()
+    shown = [label.get_window_extent() for label in drawn.get_yticklabels() if label.get_text()]
+    inside = sorted((box.y0, box.y1) for box in shown)
+    assert len(inside) >= 3
+    assert all(below[1] <= above[0] for below, above in itertools.pairwise(inside))
+
+
 def test_a_label_is_shown_letter_by_letter():
     assert figures.text("_a$b") == r" _a\$b"
     assert "\x1b" not in figures.text("\x1b[31m")

@@ -222,9 +222,10 @@ def log_values(axes: Any, values: Sequence[float], *, which: str = "y") -> None:
             axis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     else:
         set_scale("symlog", linthresh=least, linscale=0.5)
-        axis.set_major_locator(
-            ticker.SymmetricalLogLocator(base=10, linthresh=least, subs=list(subs))
-        )
+        of_values = ticker.SymmetricalLogLocator(base=10, linthresh=least, subs=list(subs))
+        ticks = of_values.tick_values(min(finite), greatest)
+        # In the linear part, labels of others would be drawn over that of zero.
+        axis.set_major_locator(ticker.FixedLocator([t for t in ticks if not 0 < abs(t) < least]))
     axis.set_major_formatter(lambda value, _: short_number(value))
     axis.minorticks_off()
 
