@@ -290,7 +290,7 @@ def _read_t5x(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any
 
 
 def _what_was_read(
-    conversion: Conversion, settings: OperativeConfig | None, checkpoint: Any, step: int
+    conversion: Conversion, settings: OperativeConfig | None, path: str | pathlib.Path, step: int
 ) -> list[str]:
     """Returns notes on the settings of the original run, and on a checkpoint chosen in a folder."""
     notes = []
@@ -302,8 +302,8 @@ def _what_was_read(
         ]
         if not conversion.operative_config:
             notes.append(f"settings read from {settings.where}, found beside the checkpoint.")
-    if pathlib.Path(checkpoint) != pathlib.Path(conversion.checkpoint):
-        notes.append(f"{checkpoint} is read, at step {step}.")
+    if pathlib.Path(path) != pathlib.Path(conversion.checkpoint):
+        notes.append(f"{path} is read, at step {step}.")
     return notes
 
 
