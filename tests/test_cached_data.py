@@ -245,6 +245,56 @@ def test_ids_beyond_the_vocabulary_and_positions_beyond_the_row_are_refused(fold
         next(batches)
 
 
+@pytest.mark.parametrize("name", [*made(), "checksums"])
+def test_every_changed_byte_is_noticed(folder, name):
+    path = folder / "train" / f"{name}.bin"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 2]) + whole[place + 1 :])
+        row = place * ROWS // len(whole)
+        with pytest.raises(errors.UserError, match=rf"row {row}\b.* damaged: rebuild it"):
+            list(built(folder, num_epochs=1, shuffle=False))
+    path.write_bytes(whole)
+    assert len(list(built(folder, num_epochs=1))) == 3
+
+
+def test_caches_of_earlier_versions_have_no_checksums(folder):
+    expected = list(built(folder, num_epochs=1))
+    (folder / "train" / "checksums.bin").unlink()
+    about = json.loads((folder / "cache.json").read_text())
+    assert about["splits"]["train"].pop("checksums")
+    (folder / "cache.json").write_text(json.dumps(about))
+    for batch, before in zip(built(folder, num_epochs=1), expected, strict=True):
+        for name, values in before.items():
+            np.testing.assert_array_equal(batch[name], values)
+
+
+def test_a_cache_begun_without_checksums_is_finished_without_them(tmp_path):
+    def writer():
+        made_by = cached_data.Writer(tmp_path / "cache", identity="same")
+        made_by.vocabulary(vocabularies.characters(), None)
+        return made_by
+
+    begun = writer()
+    list(begun.write("train", [made()], get_state=lambda: b""))
+    file = begun._unfinished / cached_data._PROGRESS_FILE
+    del begun
+    gc.collect()
+    progress = json.loads(file.read_text())
+    train = progress["splits"]["train"]
+    del train["features"]["checksums"]
+    train |= {"is_complete": False, "state": "AA=="}
+    file.write_text(json.dumps(progress))
+    resumed = writer()
+    list(resumed.write("train", [made(seed=1)]))
+    about = resumed.finish(made_from={})
+    assert about["splits"]["train"]["checksums"] is False
+    rows = list(built(tmp_path / "cache", batch_size=ROWS, num_epochs=1, shuffle=False))
+    for batch, seed in zip(rows, (0, 1), strict=True):
+        for name, values in made(seed=seed).items():
+            np.testing.assert_array_equal(batch[name], values)
+
+
 def test_an_unfinished_cache_is_none(tmp_path):
     writer = cached_data.Writer(tmp_path / "cache")
     list(writer.write("train", [made()]))

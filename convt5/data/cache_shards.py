@@ -127,6 +127,7 @@ def _join_split(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **parts[0],
         "rows": sum(part["rows"] for part in parts),
+        "checksums": all(part.get("checksums") for part in parts),
         "shards": [part["rows"] for part in parts],
         "fingerprint": hashlib.sha256(fingerprints.encode()).hexdigest()[:32],
         "tokens": {name: sum(p["tokens"][name] for p in parts) for name in parts[0]["tokens"]},

@@ -28,7 +28,7 @@ from convt5.data import counts
 from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
-from convt5.data.stored_rows import RowFile, StoredRows
+from convt5.data.stored_rows import RowFile, StoredRows, checksums
 from convt5.errors import checks
 from convt5.runtime import atomic_files, file_locks, foreign_files, object_stores
 from convt5.text import task_format, vocabulary_files
@@ -42,6 +42,7 @@ _VERSION, SHARDED_VERSION = 1, 2
 _LONGEST_DESCRIPTION = 100_000
 # The decoder's inputs are its targets again.
 _COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
+_CHECKSUMS = "checksums"
 _FEATURE = re.compile(r"\w+", re.ASCII)
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
@@ -171,6 +172,9 @@ class CachedDataConfig:
         parts = list(enumerate(split.get("shards", ())))
         folders = [f"{root}/{shard_name(i, self._about['num_shards'])}" for i, _ in parts] or [root]
         counts = [rows for _, rows in parts] or [split["rows"]]
+        features = split["features"]
+        if split.get(_CHECKSUMS):
+            features = features | {_CHECKSUMS: {"dtype": _LONG, "length": 1}}
         return {
             name: StoredRows(
                 [
@@ -181,7 +185,7 @@ class CachedDataConfig:
                 limit=_limit(name, split["features"], self._about),
                 about_file=ABOUT_FILE,
             )
-            for name, feature in split["features"].items()
+            for name, feature in features.items()
         }
 
     def _length(self, feature: str) -> int:
@@ -212,6 +216,7 @@ class CachedBatches:
         self.token_bytes = _token_bytes(folder)
         self._config = config
         self._features = config._rows()
+        self._checksums = self._features.pop(_CHECKSUMS, None)
         self._passes = Passes(
             split["rows"],
             config=config,
@@ -233,7 +238,10 @@ class CachedBatches:
         taken = self._passes.batch()
         self._passes.advance()
         requests = [stored.request(taken.rows) for stored in self._features.values()]
+        expected = self._checksums and self._checksums.request(taken.rows)
         batch = {name: rows() for name, rows in zip(self._features, requests, strict=True)}
+        if expected is not None:
+            self._check(taken.rows, batch, expected())
         if not taken.is_row.all():
             for values in batch.values():
                 values[~taken.is_row] = 0
@@ -250,6 +258,19 @@ class CachedBatches:
             UserError: it belongs to other rows or settings.
         """
         self._passes.set_state(state)
+
+    def _check(
+        self, rows: np.ndarray, batch: Mapping[str, np.ndarray], expected: np.ndarray
+    ) -> None:
+        """Raises `UserError` if a row differs from its checksum."""
+        features = self._config._about["splits"][self._config.split]["features"]
+        stored = {name: values.astype(features[name]["dtype"]) for name, values in batch.items()}
+        wrong = checksums(stored) != expected[:, 0].astype(_LONG)
+        if wrong.any():
+            raise errors.UserError(
+                f"row {rows[wrong][0]} of split={self._config.split!r} of the cache "
+                f"{self._config.path} differs from its checksum; the cache is damaged: rebuild it."
+            )
 
 
 def read_about(path: str) -> Mapping[str, Any]:
@@ -416,8 +437,8 @@ class Writer:
         counted = {name: np.asarray(batch[name]) for name in _COUNTED if name in batch}
         full = np.any([tokens.any(axis=1) for tokens in counted.values()], axis=0)
         digest = hashlib.sha256(progress["digest"].encode())
-        for name, values in batch.items():
-            kept_rows = np.asarray(values)[full]
+        kept = {name: np.asarray(values)[full] for name, values in batch.items()}
+        for name, kept_rows in kept.items():
             if name not in files:
                 length = kept_rows.shape[1]
                 # Segment ids and positions are smaller than the row length.
@@ -425,9 +446,10 @@ class Writer:
                 dtype = self._token_type if name.endswith("tokens") else counts
                 progress["features"][name] = {"dtype": dtype, "length": length}
                 files[name] = _open(folder / f"{name}.bin", "wb")
-            stored = kept_rows.astype(progress["features"][name]["dtype"]).tobytes()
-            digest.update(stored)
-            files[name].write(stored)
+            kept[name] = kept_rows.astype(progress["features"][name]["dtype"])
+            digest.update(kept[name].tobytes())
+            files[name].write(kept[name].tobytes())
+        self._append_checksums(folder, progress, files, checksums(kept))
         progress["digest"] = digest.hexdigest()
         progress["rows"] += int(full.sum())
         progress["num_read"] += len(full)
@@ -435,6 +457,17 @@ class Writer:
         for name, count in added.items():
             progress["tokens"][name] = progress["tokens"].get(name, 0) + count
         return sum(added.values())
+
+    def _append_checksums(
+        self, folder: pathlib.Path, progress: Mapping[str, Any], files: dict[str, Any], sums: Any
+    ) -> None:
+        """Writes the checksums of rows, unless the split was begun without them."""
+        if _CHECKSUMS not in files:
+            if progress["rows"]:
+                return
+            progress["features"][_CHECKSUMS] = {"dtype": _LONG, "length": 1}
+            files[_CHECKSUMS] = _open(folder / f"{_CHECKSUMS}.bin", "wb")
+        files[_CHECKSUMS].write(sums.tobytes())
 
     def _note(self, split: str, progress: Mapping[str, Any], files: Mapping[str, Any]) -> None:
         """Saves how much of a split is written, so that a later process can continue."""
@@ -510,7 +543,12 @@ class Writer:
         splits = {
             split: {
                 "rows": progress["rows"],
-                "features": progress["features"],
+                "features": {
+                    name: feature
+                    for name, feature in progress["features"].items()
+                    if name != _CHECKSUMS
+                },
+                _CHECKSUMS: _CHECKSUMS in progress["features"],
                 "fingerprint": progress["digest"][:32],
                 "tokens": progress.get("tokens", {}),
                 "counts": progress.get("counts", {}),
@@ -659,6 +697,8 @@ _copies: dict[str, pathlib.Path] = {}
 
 def _limit(name: str, features: Mapping[str, Any], about: Mapping[str, Any]) -> int:
     """Returns the upper bound of a feature's values: ids, segments or positions."""
+    if name == _CHECKSUMS:
+        return 2**32
     if name.endswith("tokens"):
         return about["vocab_size"]
     # A row has at most as many examples as encoder tokens; some may have no decoder token.
