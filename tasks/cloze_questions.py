@@ -6,12 +6,13 @@ Answering takes what extractive question answering takes: to find the sentence t
 of the question, and to copy from it. The question words are English.
 """
 
+import collections
 import functools
 import itertools
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -47,6 +48,14 @@ she should so some such t than that the their them then there these they this th
 until up us very was we were what when where which while who whom whose why will with would you your
 """
 _FUNCTION_WORDS = frozenset(_WORDS.split())
+# Kinds of one group could be taken for each other.
+_GROUPS: dict[Kind, str] = {
+    "name": "name",
+    "place": "name",
+    "number": "number",
+    "year": "number",
+    "phrase": "phrase",
+}
 _QUESTION_WORDS: dict[Kind, tuple[str, ...]] = {
     "name": ("Who", "Who", "Who", "What", "Which"),
     "place": ("Where", "Where", "What", "Which"),
@@ -79,6 +88,8 @@ def cloze_questions(
     max_words: int = 180,
     questions: int = 3,
     noise: float = 0.8,
+    contrast: bool = False,
+    mark_shared: bool = False,
     name: str = "cloze_questions",
 ) -> seqio.Task:
     """Returns a task of questions about the documents of another, in the form of `squad.squad`.
@@ -94,6 +105,10 @@ def cloze_questions(
         noise: largest fraction of the function words of a sentence left out of a question, in
             [0, 1], of other words half as many; each question draws its own from 0 to this, and
             takes 4 to 12 of the words that are left.
+        contrast: whether to ask only what the words of the question decide: for the only name, or
+            number, of its sentence, if other sentences of the passage have one too, with words
+            that stand in no other. So they teach to find the sentence before all else.
+        mark_shared: as in `squad.squad`; use the same there.
         name: name of the task; use the same one if you register it.
 
     Raises:
@@ -111,13 +126,18 @@ def cloze_questions(
         faults.append(f"noise={noise} must be in [0, 1].")
     errors.raise_all(faults, where=name)
     ask = functools.partial(
-        ask_about, lengths=(min_words, max_words), questions=questions, noise=noise
+        ask_about,
+        lengths=(min_words, max_words),
+        questions=questions,
+        noise=noise,
+        contrast=contrast,
     )
     return squad.question_answering(
         name,
         corpus.source,
         [span_corruption.text_as_targets, functools.partial(_rows, ask=ask)],
         corpus.output_features,
+        mark_shared=mark_shared,
     )
 
 
@@ -145,15 +165,21 @@ def ask_about(
     lengths: tuple[int, int],
     questions: int,
     noise: float,
+    contrast: bool = False,
 ) -> list[Question]:
     """Returns the questions about a document; see `cloze_questions`."""
     asked = []
     for sentences in _passages(text, rng, lengths):
         context = " ".join(itertools.chain.from_iterable(sentences))
-        options = [(words, span) for words in sentences for span in answers(words, rng)]
-        for words, span in rng.sample(options, min(questions, len(options))):
+        options = [(i, span) for i, words in enumerate(sentences) for span in answers(words, rng)]
+        if contrast:
+            options = _contrasting(options)
+        for place, span in rng.sample(options, min(questions, len(options))):
+            words = sentences[place]
             answer = _bare(" ".join(words[span.start : span.end]))
-            question = _question(words, span, rng, noise)
+            others = sentences[:place] + sentences[place + 1 :] if contrast else []
+            elsewhere = {_bare(word).lower() for word in itertools.chain.from_iterable(others)}
+            question = _question(words, span, rng, noise, elsewhere)
             if question:
                 asked.append(Question(context, question, answer))
     return asked
@@ -194,6 +220,18 @@ def answers(words: Sequence[str], rng: random.Random) -> list[Span]:
     return [*found, *_phrase(words, bare, start, start + rng.randint(1, _PHRASE_WORDS))]
 
 
+def _contrasting(options: Sequence[tuple[int, Span]]) -> list[tuple[int, Span]]:
+    """Returns the answers alone of their group in their sentence, but not in their passage."""
+    each = collections.Counter((place, _GROUPS[span.kind]) for place, span in options)
+    alone = [(place, span) for place, span in options if each[place, _GROUPS[span.kind]] == 1]
+    alike = collections.Counter(_GROUPS[span.kind] for _, span in alone)
+    return [
+        (place, span)
+        for place, span in alone
+        if span.kind != "phrase" and alike[_GROUPS[span.kind]] > 1
+    ]
+
+
 def _is_name(word: str) -> bool:
     return len(word) > 1 and word[0].isupper() and not _is_function_word(word)
 
@@ -228,11 +266,13 @@ def _is_joined(words: Sequence[str], bare: Sequence[str], place: int) -> bool:
     return before and bool(bare[place]) and words[place].startswith(bare[place])
 
 
-def _question(words: Sequence[str], span: Span, rng: random.Random, noise: float) -> str | None:
+def _question(
+    words: Sequence[str], span: Span, rng: random.Random, noise: float, elsewhere: Set[str]
+) -> str | None:
     """Returns words of a sentence with a question word for the answer; None if too few tell it.
 
     Words beside the answer are left out at random, for people rarely ask with these: then only the
-    rest of the sentence tells where the answer is.
+    rest of the sentence tells where the answer is. So are words that stand elsewhere.
     """
     rate, gap = rng.uniform(0, noise), rng.randint(0, _WIDEST_GAP)
     beside = range(span.start - gap, span.end + gap)
@@ -240,7 +280,9 @@ def _question(words: Sequence[str], span: Span, rng: random.Random, noise: float
     kept = [
         place
         for place in range(len(words))
-        if place not in beside and rng.random() >= (rate / 2 if tells[place] else rate)
+        if place not in beside
+        and _bare(words[place]).lower() not in elsewhere
+        and rng.random() >= (rate / 2 if tells[place] else rate)
     ]
     size = rng.randint(*_KEPT_WORDS)
     kept = sorted(rng.sample(kept, min(size, len(kept))))

@@ -47,10 +47,21 @@ def write_inputs(
     """
 
     def fill(row: Row) -> dict[str, tf.Tensor]:
-        inputs = format.write(row, join=tf.strings.join, replace=tf.strings.regex_replace)
+        inputs = format.write(
+            row, join=tf.strings.join, replace=tf.strings.regex_replace, mark=_mark_shared
+        )
         return {**(others(row) if others else row), "inputs": inputs}
 
     return dataset.map(fill, num_parallel_calls=num_parallel_calls)
+
+
+def _mark_shared(before: tf.Tensor, text: tf.Tensor) -> tf.Tensor:
+    def of_bytes(*texts: bytes) -> bytes:
+        before, text = (each.decode("utf-8", "surrogateescape") for each in texts)
+        return task_format.mark_shared(before, text).encode("utf-8", "surrogateescape")
+
+    marked = tf.numpy_function(of_bytes, [before, text], tf.string, stateful=False)
+    return tf.ensure_shape(marked, [])
 
 
 def keeps_inputs(preprocessor: Preprocessor) -> Preprocessor:

@@ -26,6 +26,7 @@ def squad(
     *,
     data_dir: str | None = None,
     invalid_utf8: InvalidUtf8 = "refuse",
+    mark_shared: bool = False,
     name: str = "squad",
 ) -> seqio.Task:
     """Returns SQuAD from TFDS, or from local .jsonl files with "context", "question", "answers".
@@ -37,6 +38,8 @@ def squad(
         vocabulary: None means bytes for files, and T5's vocabulary (downloaded) for TFDS.
         data_dir: folder of prepared TFDS data; None means TFDS's `~/tensorflow_datasets`.
         invalid_utf8: for local files, as in `classification.text_classification`.
+        mark_shared: whether words of the question are marked in the context, for models without
+            attention in the encoder (`task_format.mark_shared`).
         name: name of the task; use the same one if you register it.
 
     Raises:
@@ -51,7 +54,8 @@ def squad(
         vocabulary = vocabulary or vocabularies.characters()
         steps = []
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    return question_answering(name, source, steps, {"inputs": feature, "targets": feature})
+    features = {"inputs": feature, "targets": feature}
+    return question_answering(name, source, steps, features, mark_shared=mark_shared)
 
 
 def question_answering(
@@ -59,6 +63,8 @@ def question_answering(
     source: seqio.DataSource,
     steps: Sequence[Callable[..., tf.data.Dataset]],
     output_features: Mapping[str, Any],
+    *,
+    mark_shared: bool = False,
 ) -> seqio.Task:
     """Returns a task in the form of SQuAD.
 
@@ -68,12 +74,14 @@ def question_answering(
         steps: preprocessors that turn its examples into rows of "context", "question" and
             "answers", a vector of texts.
         output_features: the features "inputs" and "targets".
+        mark_shared: as in `squad`.
     """
     # The question comes first, so that truncation of a long context keeps it.
     written = task_format.of_template(
         name,
         "question: {question} context: {context}",
         space_punctuation=True,
+        mark_shared=mark_shared,
     )
     return seqio.Task(
         name,

@@ -8,6 +8,7 @@ import task_examples
 from convt5.tasks import cloze_questions, pretraining, squad, synthetic
 
 from convt5 import data, errors
+from convt5.text import task_format
 
 PARAGRAPHS = [
     [
@@ -103,6 +104,43 @@ def test_noise_leaves_words_out():
     assert sizes[0] > sizes[1] > sizes[2]
 
 
+def test_contrast_asks_what_only_the_words_of_a_question_decide():
+    groups = cloze_questions._GROUPS
+    text = "\n".join([*SENTENCES, "The gold of the bank was then moved to Ottawa by ship."])
+    questions = [
+        question
+        for seed in range(200)
+        for question in cloze_questions.ask_about(
+            text, random.Random(seed), lengths=(20, 60), questions=4, noise=0.5, contrast=True
+        )
+    ]
+    assert {each.answer for each in questions} == {"1,200,000", "1694", "1709", "Ottawa", "Paris"}
+    for context, question, answer in questions:
+        sentences = [sentence for sentence in text.split("\n") if sentence in context]
+        found = [
+            [
+                (groups[span.kind], cloze_questions._bare(" ".join(words[span.start : span.end])))
+                for span in cloze_questions.answers(words, random.Random(0))
+                if span.kind != "phrase"
+            ]
+            for words in map(str.split, sentences)
+        ]
+        ((place, group),) = [
+            (place, group)
+            for place, spans in enumerate(found)
+            for group, text in spans
+            if text == answer
+        ]
+        alone = [[kind for kind, _ in spans].count(group) == 1 for spans in found]
+        assert alone[place]
+        assert sum(alone) > 1
+        others = {word.lower() for s in sentences if s != sentences[place] for word in words(s)}
+        asking = {word for each in cloze_questions._QUESTION_WORDS.values() for word in each}
+        kept = {*words(question.lower())} - {*words(" ".join(asking).lower())}
+        assert not kept & others
+        assert len(kept & {*words(sentences[place].lower())}) >= 2
+
+
 def test_passages_have_the_lengths_of_the_settings():
     longest_sentence = max(len(each.split()) for each in SENTENCES)
     for low, high in ((8, 8), (20, 40)):
@@ -135,6 +173,20 @@ def test_they_train_packed_and_know_their_fields(corpus):
     assert batch["encoder_segment_ids"].max() >= 2
     (format,) = config.task_formats()
     assert format.fields == ("question", "context")
+
+
+def test_the_words_of_a_question_are_marked_in_its_passage(corpus):
+    task = cloze_questions.cloze_questions(corpus, min_words=8, max_words=40, mark_shared=True)
+    plain = cloze_questions.cloze_questions(corpus, min_words=8, max_words=40)
+    for marked, example in zip(
+        *(task_examples.examples(each, seed=0) for each in (task, plain)), strict=True
+    ):
+        question, context = (
+            example["inputs_pretokenized"].decode().removeprefix("question: ").split(" context: ")
+        )
+        inputs = f"question: {question} context: {task_format.mark_shared(question, context)}"
+        assert marked["inputs_pretokenized"].decode() == inputs
+        assert "* " in inputs
 
 
 @pytest.mark.parametrize(

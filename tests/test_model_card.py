@@ -49,6 +49,7 @@ def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
         task_format.plain("english"),
         task_format.of_template("sst2", "sst2 sentence: {text}"),
         task_format.of_template("squad", squad, space_punctuation=True),
+        task_format.of_template("marked", "{a} {b}", mark_shared=True),
         task_format.unknown("own", ["mine"]),
     ]
     task_format.write(tmp_path, formats)
@@ -57,6 +58,7 @@ def test_a_card_tells_how_inputs_are_written_and_how_long_answers_are(tmp_path):
     assert [line for line in card.splitlines() if line.startswith("- `")] == [
         "- `sst2`: `sst2 sentence: {text}`",
         f"- `squad`: `{squad}`, with spaces around punctuation",
+        "- `marked`: `{a} {b}`, with * before words that a field shares with an earlier one",
     ]
 
 

@@ -87,6 +87,46 @@ def test_training_and_prediction_space_punctuation_alike(texts):
     assert [text.decode() for text in trained.numpy()] == [format.write({"a": x}) for x in texts]
 
 
+@pytest.mark.parametrize(
+    ("before", "text", "marked"),
+    [
+        ("Who founded the Bank?", "The bank was founded.", "The * bank was * founded."),
+        ("elected khan", "(Election) of the khan's heir", "(* Election) of the * khan's heir"),
+        ("In 1694, who did?", "in 1694 who did", "in * 1694 who did"),
+        ("", "nothing before", "nothing before"),
+        ("Stra\u00dfe", "STRASSE", "* STRASSE"),
+        ("a_b * _", "* a_b\n", "* a_b\n"),
+    ],
+)
+def test_words_that_two_texts_share_are_marked_in_the_second(before, text, marked):
+    assert task_format.mark_shared(before, text) == marked
+
+
+@hypothesis.given(st.text(), st.text())
+def test_marks_only_add_to_a_text(before, text):
+    marked = task_format.mark_shared(before, text)
+    assert marked.replace("* ", "") == text.replace("* ", "")
+    assert task_format.mark_shared("", text) == text
+
+
+def test_words_are_marked_in_predictions_as_in_training(model, tmp_path):
+    row = ROWS["squad"] | {"question": "Whose film, \u201cthe\u201d best?", "context": TRICKY}
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    task = squad.squad(tmp_path, BYTES, mark_shared=True)
+    (format,) = formats.of(task)
+    assert task_format.from_json(task_format.as_json([format])) == (format,)
+    asked = predictor(model, format)
+    written = BYTES.decode(asked.encode(row))
+    assert "* film ?" in written
+    assert asked.encode(row) == first_example(task)["inputs"].tolist()
+    (plain,) = formats.of(squad.squad(tmp_path, BYTES))
+    assert "*" not in BYTES.decode(predictor(model, plain).encode(row))
+    by_fields = of_template("three", "{a} {b} {c}", mark_shared=True)
+    fields = {"a": "some words", "b": "other words", "c": "others, some"}
+    assert by_fields.write(fields) == "some words other * words * others, * some"
+
+
 class TestTasks:
     @pytest.mark.parametrize(
         "name",

@@ -22,6 +22,8 @@ _BRACED = re.compile(r"\{([^{}]+)\}")
 # Patterns that Python's `re` and RE2, used by TensorFlow, interpret alike.
 _PUNCTUATION = r"([!-/:-@\[-`{-~])"
 _BLANKS = r"[\t\n\f\r ]+"
+_WORD = re.compile(r"\w{4,}")
+_STEM_LETTERS = 5
 
 
 class Field(NamedTuple):
@@ -54,6 +56,8 @@ class TaskFormat:
         strip: whether to strip whitespace around the text of a field, as earlier runs read files.
         space_punctuation: whether to put spaces around punctuation and merge repeated spaces, as T5
             does for SQuAD.
+        mark_shared: whether the words that a field shares with an earlier one are marked in it, as
+            `mark_shared` does.
         sentinels: whether <extra_id_0> in an input is a sentinel, as in pre-training.
         labels: the answers of a classification; empty for other tasks.
         unknown: the preprocessors that write inputs in an unknown way.
@@ -64,6 +68,7 @@ class TaskFormat:
     parts: tuple[Part, ...] | None
     strip: bool = False
     space_punctuation: bool = False
+    mark_shared: bool = False
     sentinels: bool = False
     labels: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -88,27 +93,31 @@ class TaskFormat:
         *,
         join: Callable[[Sequence[Any]], Any] = "".join,
         replace: Callable[[Any, str, str], Any] | None = None,
+        mark: Callable[[Any, Any], Any] | None = None,
     ) -> Any:
         """Returns an input.
 
         Args:
             fields: the text of each field.
             join: joins strings.
-            replace: replaces each match of a pattern in a string. Both default to Python's; a
+            replace: replaces each match of a pattern in a string.
+            mark: marks shared words, as `mark_shared`. All three default to Python's; a
                 preprocessor passes those of TensorFlow, so that there is one definition.
         """
-        replace = replace or _replace
-        edit = self.space_punctuation
-        written = [
-            part
-            if isinstance(part, str)
-            else space_punctuation(fields[part.name], replace)
-            if edit
-            else fields[part.name]
-            for part in self.parts or ()
-        ]
+        replace, mark = replace or _replace, mark or mark_shared
+        written, earlier = [], []
+        for part in self.parts or ():
+            text = part
+            if isinstance(part, Field):
+                text = fields[part.name]
+                if self.mark_shared and earlier:
+                    text = mark(join(earlier), text)
+                earlier += [fields[part.name], " "]
+                if self.space_punctuation:
+                    text = space_punctuation(text, replace)
+            written.append(text)
         text = join(written)
-        return single_blanks(text, replace) if edit else text
+        return single_blanks(text, replace) if self.space_punctuation else text
 
     def read(self, given: Given) -> str | dict[str, str]:
         """Checks what was given; returns a text, or a text for each of several fields.
@@ -220,6 +229,21 @@ def space_punctuation(text: Any, replace: Callable[[Any, str, str], Any] | None 
     return single_blanks(replace(text, _PUNCTUATION, r" \1 "), replace)
 
 
+def mark_shared(before: str, text: str) -> str:
+    """Returns the text with "* " before each word that also stands in the text before.
+
+    So a model whose layers see few positions knows which words of a passage are those of the
+    question: the exact match of Chen et al. 2017 (arXiv 1704.00051, section 3.2). Words of four
+    letters and more count, and as the same if their first five are, in either case.
+    """
+    shared = {_stem(word) for word in _WORD.findall(before)}
+    return _WORD.sub(lambda found: "* " * (_stem(found[0]) in shared) + found[0], text)
+
+
+def _stem(word: str) -> str:
+    return word.casefold()[:_STEM_LETTERS]
+
+
 def single_blanks(text: Any, replace: Callable[[Any, str, str], Any]) -> Any:
     return replace(text, _BLANKS, " ")
 
@@ -282,6 +306,7 @@ def _as_values(one: TaskFormat) -> dict[str, Any]:
         "input": parts,
         "strip": one.strip,
         "space_punctuation": one.space_punctuation,
+        **({"mark_shared": True} if one.mark_shared else {}),
         "sentinels": one.sentinels,
         "answers": "labels" if one.labels else "text",
         "labels": list(one.labels),
@@ -302,6 +327,7 @@ def _from_values(values: Mapping[str, Any]) -> TaskFormat:
             name: _of_type(values[name], bool)
             for name in ("strip", "space_punctuation", "sentinels")
         },
+        mark_shared=_of_type(values.get("mark_shared", False), bool),
         labels=labels,
         unknown=_texts(values.get("unknown", [])),
         without_end=_texts(values.get("without_end", [])),
