@@ -1,5 +1,6 @@
 """Evaluation gives what seqio's evaluator gives, and counts neither padding nor cut text twice."""
 
+import dataclasses
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling import sharding
 from convt5.ops import shift_right
 from convt5.runtime import metric_names
+from convt5.text import task_format
 from convt5.training import losses
 from convt5.training.run_log import read_records
 
@@ -335,6 +337,19 @@ def test_a_run_whose_data_is_gone_is_evaluated_on_other_tasks(tmp_path, shared_d
     assert "vocabularies are not compared: task=tiny_gone" in capsys.readouterr().err
     flags = labelled(tmp_path, shared_data / "vocab" / "seqio_test.model")
     assert evaluation.main([f"--checkpoint={run}", *flags]) == 0
+
+
+def test_other_inputs_than_in_training_are_noted(run_dir, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(run_dir, run)
+    flags = [f"--checkpoint={run}", *labelled(tmp_path, "bytes")]
+    same = task_format.of_template("text_classification", "text_classification text: {text}")
+    for format, is_noted in ((same, False), (dataclasses.replace(same, mark_shared=True), True)):
+        task_format.write(run, [format])
+        assert evaluation.main(flags) == 0
+        notes = capsys.readouterr().err
+        assert ("but in the training of" in notes) == is_noted
+    assert "with * before words that a field shares with an earlier one, the format of" in notes
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path):

@@ -206,6 +206,8 @@ def _text_plan(
             max_length=lengths["targets"],
             trained=trained,
         )
+    for note in run_settings.format_notes(checkpoint, map(task_data.find_format, tasks)):
+        print(note, file=sys.stderr)
     return TextPlan(
         checkpoint=checkpoint,
         tasks=tasks,

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -350,6 +350,17 @@ def task_format(
             "inputs differently; name one with format, or pass inputs unchanged with raw."
         )
     return next(iter(known_formats)) if len(different) == 1 else None
+
+
+def format_notes(checkpoint: str, used: Iterable[TaskFormat]) -> list[str]:
+    """Returns a note for each format that differs from that of the same task in training."""
+    trained = {each.task: each.described() for each in formats.load(checkpoint) or ()}
+    now = {each.task: each.described() for each in used}
+    return [
+        f"note: {described}; but in the training of {checkpoint}, {trained[task]}."
+        for task, described in now.items()
+        if trained.get(task, described) != described
+    ]
 
 
 def describe_answers(format: TaskFormat | None, config: PredictConfig, *, raw: bool = False) -> str:

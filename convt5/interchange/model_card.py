@@ -131,7 +131,7 @@ def _inputs(origin: epath.PathLike) -> list[str]:
     lines = [
         f"- {markdown.code(each.task)}: {markdown.code(each.template())}"
         + ", with spaces around punctuation" * each.space_punctuation
-        + ", with * before words that a field shares with an earlier one" * each.mark_shared
+        + f", {each.marks}" * each.mark_shared
         for each in task_format.load(origin) or ()
         if each.parts and not each.is_plain
     ]

@@ -81,6 +81,11 @@ class TaskFormat:
         return tuple(dict.fromkeys(names))
 
     @property
+    def marks(self) -> str:
+        """Describes the marks of shared words; empty without them."""
+        return "with * before words that a field shares with an earlier one" * self.mark_shared
+
+    @property
     def is_plain(self) -> bool:
         """Whether a text is used unchanged."""
         return self.parts is None or (
@@ -174,7 +179,8 @@ class TaskFormat:
             )
         if self.is_plain:
             return f"inputs are passed unchanged, as task={self.task} reads them"
-        return f"inputs are written as {self.template()!r}, the format of task={self.task}"
+        marks = f", {self.marks}" * self.mark_shared
+        return f"inputs are written as {self.template()!r}{marks}, the format of task={self.task}"
 
     def example(self) -> str:
         """Returns an example of a JSON object with the fields."""
