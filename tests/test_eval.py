@@ -1,6 +1,7 @@
 """Evaluation gives what seqio's evaluator gives, and counts neither padding nor cut text twice."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tiny_run
-from convt5.tasks import classification, vocabularies
+from convt5.tasks import classification, squad, vocabularies
 from etils import epath
 
 import convt5
@@ -784,6 +785,13 @@ def test_results_tell_the_data_that_they_are_of(tmp_path):
     other = Results(tmp_path, described("other", "bad"))
     assert not other.exists("tiny_reviews", "validation", None)
     assert "content.text_classification: " in other.replaced("tiny_reviews", "validation", None)
+    asked = {"question": "who", "context": "he", "answers": ["he"]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(asked))
+    plan = functools.partial(TextPlan, checkpoint="", split="train", predict=CONFIG)
+    for marks in (True, False):
+        tasks = [squad.squad(tmp_path, vocabularies.characters(), mark_shared=marks)]
+        told = plan(tasks=tasks, settings=run_settings.RunSettings.unknown()).described()
+        assert told.get("mark_shared", []) == ["squad"] * marks
     # Of results before, which do not tell, nothing else is known.
     path = results.path("tiny_reviews", "validation", None)
     path.write_text(json.dumps({"settings": {k: v for k, v in before.items() if k != "content"}}))

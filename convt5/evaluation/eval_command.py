@@ -73,9 +73,12 @@ class TextPlan:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
         contents = fingerprints(self.tasks)
+        find_format = _task_data().find_format
+        marked = [task.name for task in self.tasks if find_format(task).mark_shared]
         return {
             **self.predict.described(),
             **({"content": contents} if contents else {}),
+            **({"mark_shared": marked} if marked else {}),
             "num_examples": evaluate.num_examples,
             **({"every_nth": evaluate.every_nth} if evaluate.every_nth > 1 else {}),
             "predict": evaluate.predict,
@@ -177,8 +180,7 @@ def _is_given(value: Any) -> bool:
 def _text_plan(
     found: checkpoints.Found, checkpoint: str, settings: RunSettings, *, ema: bool
 ) -> TextPlan:
-    from convt5.evaluation import task_data  # Deferred: vision models need no seqio.
-
+    task_data = _task_data()
     config = checkpoints.model_config(found)
     predict = settings.predict.completed(config, settings.trained_lengths())
     predict.strategy_for(None)  # Predictors of evaluation get no format whose labels they rank.
@@ -216,6 +218,12 @@ def _text_plan(
         predict=predict,
         ema=ema,
     )
+
+
+def _task_data() -> Any:
+    from convt5.evaluation import task_data  # Deferred: vision models need no seqio.
+
+    return task_data
 
 
 def describe(plan: Plan, flags: Any) -> str:
