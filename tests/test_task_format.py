@@ -33,6 +33,7 @@ BYTES = vocabularies.characters()
 TRICKY = "  Who's <extra_id_0>\t{text} “the” (best)  \\1 $1 film?\u00a0 "
 PAIR = of_template("pairs", "pairs second: {second} first: {first}", strip=True)
 LABELED = of_template("kinds", "kinds of: {text}", labels=("no", "yes", "maybe so"))
+(MARKED,) = task_format.as_json([of_template("marked", "{a} {b}", mark_shared=True)])
 LENGTHS = {"max_length": 12, "max_input_length": 64}
 
 
@@ -283,6 +284,7 @@ class TestFields:
             '{"tasks": [{"task": "a"}]}',
             '{"tasks": [{"task": "a", "input": [3], "labels": []}]}',
             '{"tasks": [{"task": "a", "input": null, "labels": ["x", "x"]}]}',
+            json.dumps({"tasks": [*task_format.as_json([PAIR]), MARKED | {"mark_shared": 1}]}),
         ],
     )
     def test_a_damaged_file_is_named(self, tmp_path, content):

@@ -447,8 +447,9 @@ class Writer:
                 progress["features"][name] = {"dtype": dtype, "length": length}
                 files[name] = _open(folder / f"{name}.bin", "wb")
             kept[name] = kept_rows.astype(progress["features"][name]["dtype"])
-            digest.update(kept[name].tobytes())
-            files[name].write(kept[name].tobytes())
+            stored = kept[name].tobytes()
+            digest.update(stored)
+            files[name].write(stored)
         self._append_checksums(folder, progress, files, checksums(kept))
         progress["digest"] = digest.hexdigest()
         progress["rows"] += int(full.sum())
