@@ -333,6 +333,12 @@ def small(name: str, argv: list[str]) -> list[str]:
     return argv
 
 
+STORY = (
+    "The bank was founded in 1694 by some merchants of the city. "
+    "It moved to larger rooms in 1709 because the winter was cold."
+)
+
+
 @pytest.fixture
 def visitor(sandbox, monkeypatch):
     """The sandbox with the text, the labels and the questions that guides speak of."""
@@ -341,10 +347,13 @@ def visitor(sandbox, monkeypatch):
         (sandbox / name).mkdir(parents=True)
     shutil.rmtree(sandbox / "runs")
     with gzip.open(sandbox / "corpus" / "text.txt.gz", "wt") as file:
-        file.write("\n".join(texts))
+        # Documents that give questions of each kind, in each split.
+        file.write("\n\n".join([*texts, *[STORY] * 300]))
     for split in ("train", "dev", "test"):
         lines = "".join(f"{json.dumps(review)}\n" for review in REVIEWS)
         (sandbox / "data" / "sst2" / f"{split}.jsonl").write_text(lines)
+        asked = {"question": "When was the bank founded?", "context": STORY, "answers": ["1694"]}
+        (sandbox / "data" / "squad" / f"{split}.jsonl").write_text(f"{json.dumps(asked)}\n" * 8)
     (sandbox / "reviews.jsonl").write_text(json.dumps({"review": "a fine film"}) + "\n")
     for name in ("reviews", "reviews_dev"):
         (sandbox / f"{name}.tsv").write_text("a fine film\tgood\na dull film\tbad\n" * 8)
