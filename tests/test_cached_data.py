@@ -63,6 +63,13 @@ def folder(tmp_path):
     return tmp_path / "cache"
 
 
+def begin(folder):
+    """Returns the writer of a cache of characters, which goes on with what another one began."""
+    writer = cached_data.Writer(folder / "cache", identity="same")
+    writer.vocabulary(vocabularies.characters(), None)
+    return writer
+
+
 def config(folder, **changes):
     return CachedDataConfig(**{"path": str(folder), "batch_size": 4} | changes)
 
@@ -270,12 +277,7 @@ def test_caches_of_earlier_versions_have_no_checksums(folder):
 
 
 def test_a_cache_begun_without_checksums_is_finished_without_them(tmp_path):
-    def writer():
-        made_by = cached_data.Writer(tmp_path / "cache", identity="same")
-        made_by.vocabulary(vocabularies.characters(), None)
-        return made_by
-
-    begun = writer()
+    begun = begin(tmp_path)
     list(begun.write("train", [made()], get_state=lambda: b""))
     file = begun._unfinished / cached_data._PROGRESS_FILE
     del begun
@@ -285,7 +287,7 @@ def test_a_cache_begun_without_checksums_is_finished_without_them(tmp_path):
     del train["features"]["checksums"]
     train |= {"is_complete": False, "state": "AA=="}
     file.write_text(json.dumps(progress))
-    resumed = writer()
+    resumed = begin(tmp_path)
     list(resumed.write("train", [made(seed=1)]))
     about = resumed.finish(made_from={})
     assert about["splits"]["train"]["checksums"] is False
@@ -371,12 +373,7 @@ def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
 
 
 def test_a_whole_cache_that_could_not_be_put_in_its_place_is_not_made_again(tmp_path):
-    def begin():
-        writer = cached_data.Writer(tmp_path / "cache", identity="same")
-        writer.vocabulary(vocabularies.characters(), None)
-        return writer
-
-    writer = begin()
+    writer = begin(tmp_path)
     list(writer.write("train", [made()]))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "theirs").touch()
@@ -385,7 +382,7 @@ def test_a_whole_cache_that_could_not_be_put_in_its_place_is_not_made_again(tmp_
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     del writer
     gc.collect()
-    writer = begin()
+    writer = begin(tmp_path)
     assert writer.written("train").is_complete
     about = writer.finish(made_from={})
     assert about["splits"]["train"]["rows"] == ROWS

@@ -1,7 +1,6 @@
 """Evaluation gives what seqio's evaluator gives, and counts neither padding nor cut text twice."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -768,14 +767,17 @@ def test_each_task_and_split_has_its_own_file(tmp_path):
 
 
 def test_results_tell_the_data_that_they_are_of(tmp_path):
-    def described(name, text):
-        folder = _reviews(tmp_path / name, [{"text": text, "label": "yes"}] * 3)
-        tasks = [classification.text_classification(folder, ["no", "yes"], validation_fraction=0)]
+    def told(task):
         settings = run_settings.RunSettings.unknown()
         plan = TextPlan(
-            checkpoint="", tasks=tasks, split="train", settings=settings, predict=CONFIG
+            checkpoint="", tasks=[task], split="train", settings=settings, predict=CONFIG
         )
         return plan.described()
+
+    def described(name, text):
+        folder = _reviews(tmp_path / name, [{"text": text, "label": "yes"}] * 3)
+        labels = ["no", "yes"]
+        return told(classification.text_classification(folder, labels, validation_fraction=0))
 
     before = described("before", "good")
     assert described("copy", "good") == before
@@ -787,11 +789,9 @@ def test_results_tell_the_data_that_they_are_of(tmp_path):
     assert "content.text_classification: " in other.replaced("tiny_reviews", "validation", None)
     asked = {"question": "who", "context": "he", "answers": ["he"]}
     (tmp_path / "train.jsonl").write_text(json.dumps(asked))
-    plan = functools.partial(TextPlan, checkpoint="", split="train", predict=CONFIG)
     for marks in (True, False):
-        tasks = [squad.squad(tmp_path, vocabularies.characters(), mark_shared=marks)]
-        told = plan(tasks=tasks, settings=run_settings.RunSettings.unknown()).described()
-        assert told.get("mark_shared", []) == ["squad"] * marks
+        task_of_questions = squad.squad(tmp_path, vocabularies.characters(), mark_shared=marks)
+        assert told(task_of_questions).get("mark_shared", []) == ["squad"] * marks
     # Of results before, which do not tell, nothing else is known.
     path = results.path("tiny_reviews", "validation", None)
     path.write_text(json.dumps({"settings": {k: v for k, v in before.items() if k != "content"}}))

@@ -131,7 +131,7 @@ def _inputs(origin: epath.PathLike) -> list[str]:
     lines = [
         f"- {markdown.code(each.task)}: {markdown.code(each.template())}"
         + ", with spaces around punctuation" * each.space_punctuation
-        + f", {each.marks}" * each.mark_shared
+        + each.marks
         for each in task_format.load(origin) or ()
         if each.parts and not each.is_plain
     ]

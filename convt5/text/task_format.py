@@ -82,8 +82,8 @@ class TaskFormat:
 
     @property
     def marks(self) -> str:
-        """Describes the marks of shared words; empty without them."""
-        return "with * before words that a field shares with an earlier one" * self.mark_shared
+        """Describes the marks of shared words after a template; empty without them."""
+        return ", with * before words that a field shares with an earlier one" * self.mark_shared
 
     @property
     def is_plain(self) -> bool:
@@ -179,8 +179,8 @@ class TaskFormat:
             )
         if self.is_plain:
             return f"inputs are passed unchanged, as task={self.task} reads them"
-        marks = f", {self.marks}" * self.mark_shared
-        return f"inputs are written as {self.template()!r}{marks}, the format of task={self.task}"
+        written = f"{self.template()!r}{self.marks}"
+        return f"inputs are written as {written}, the format of task={self.task}"
 
     def example(self) -> str:
         """Returns an example of a JSON object with the fields."""
