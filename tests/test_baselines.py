@@ -19,13 +19,13 @@ from convt5.evaluation import baselines
 from convt5.evaluation.baselines import Labelled
 
 
-def by_definition(train: Labelled, test: Labelled) -> float:
+def words_and_pairs(text: str) -> list[str]:
+    tokens = text.lower().split()
+    return [*tokens, *map(" ".join, itertools.pairwise(tokens))]
+
+
+def by_definition(train: Labelled, test: Labelled, words=words_and_pairs) -> float:
     """Naive Bayes word by word: P(label) times the product of (count + a) / (total + a words)."""
-
-    def words(text):
-        tokens = text.lower().split()
-        return [*tokens, *map(" ".join, itertools.pairwise(tokens))]
-
     known = {word for text in train.texts for word in words(text)}
     scores = {}
     for label in sorted(set(train.labels)):
@@ -61,6 +61,9 @@ def test_naive_bayes_is_that_of_its_definition(seed):
     rng = random.Random(seed)
     train, test = drawn(rng, 40), drawn(rng, 60)
     assert baselines.naive_bayes(train, test) == by_definition(train, test)
+    encode = vocabularies.characters().encode
+    of_pieces = baselines.naive_bayes(train, test, encode=encode)
+    assert of_pieces == by_definition(train, test, encode)
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -91,6 +94,8 @@ def test_tasks_of_the_same_texts_share_a_row(tmp_path):
     *_, row = baselines.table(both, "test").splitlines()
     assert [cell.strip() for cell in row.split("|")[2:-1]] == ["3", "33.3", "100.0"]
     assert len(baselines.table(both, "test").splitlines()) == 3
+    names, *_ = baselines.table(both, "test", pieces=True).splitlines()
+    assert names.rsplit("|")[-2].strip() == "naive Bayes on pieces"
 
 
 def test_a_split_that_is_not_there_and_answers_in_words_are_told(tmp_path):

@@ -2,13 +2,14 @@
 
 `python -m convt5.evaluation.baselines --gin_file=gin/tasks/trec6.gin --gin.DATA=... --split=test`
 prints a row for each task. For classification there are the most frequent label, and naive Bayes on
-words and word pairs; for questions about a passage, the sentence that shares most words with the
-question.
+words and word pairs, or with `--pieces` on the pieces of the vocabulary, which are all that a model
+reads; for questions about a passage, the sentence that shares most words with the question.
 """
 
 import collections
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from convt5 import errors
@@ -32,7 +33,15 @@ COMMAND = command_line.Command(
             "--split=test",
         ),
     ],
-    flags=[command_line.Flag("split", "split to evaluate (default: validation).")],
+    flags=[
+        command_line.Flag("split", "split to evaluate (default: validation)."),
+        command_line.Flag(
+            "pieces",
+            "naive Bayes counts the pieces of the vocabulary, which a model reads, instead of "
+            "words and word pairs.",
+            {"action": "store_true"},
+        ),
+    ],
 )
 
 
@@ -49,8 +58,17 @@ def majority(train: Labelled, test: Labelled) -> float:
     return sum(answer == label for answer in test.labels) / len(test.labels)
 
 
-def naive_bayes(train: Labelled, test: Labelled) -> float:
+def naive_bayes(
+    train: Labelled,
+    test: Labelled,
+    *,
+    encode: Callable[[str], Any] | None = None,
+) -> float:
     """Returns the test accuracy of multinomial naive Bayes, with `SMOOTHING` added to all counts.
+
+    Args:
+        train, test: the examples to count, and those to classify.
+        encode: returns the ids of a text, which are counted; None counts words and word pairs.
 
     Raises:
         UserError: scikit-learn is not installed.
@@ -63,9 +81,15 @@ def naive_bayes(train: Labelled, test: Labelled) -> float:
             "naive Bayes is that of scikit-learn, which is not installed; pip install scikit-learn."
         ) from None
 
-    words = CountVectorizer(ngram_range=(1, 2), token_pattern=r"\S+")
-    model = MultinomialNB(alpha=SMOOTHING).fit(words.fit_transform(train.texts), train.labels)
-    return float(model.score(words.transform(test.texts), test.labels))
+    analyzer: Any = encode or _words_and_pairs
+    counts = CountVectorizer(analyzer=analyzer)
+    model = MultinomialNB(alpha=SMOOTHING).fit(counts.fit_transform(train.texts), train.labels)
+    return float(model.score(counts.transform(test.texts), test.labels))
+
+
+def _words_and_pairs(text: str) -> list[str]:
+    words = text.lower().split()
+    return [*words, *map(" ".join, itertools.pairwise(words))]
 
 
 def best_sentence(question: str, context: str) -> str:
@@ -137,13 +161,15 @@ def main(argv: Sequence[str]) -> int:
             f"{' '.join(arguments.gin_files)} sets no evaluation.EvalConfig.tasks; give a file of "
             "gin/tasks."
         )
-    print(table(settings.tasks, arguments.flags.split or settings.split or "validation"))
+    split = arguments.flags.split or settings.split or "validation"
+    print(table(settings.tasks, split, pieces=arguments.flags.pieces))
     return 0
 
 
-def table(named: Sequence[object], split: str) -> str:
+def table(named: Sequence[object], split: str, *, pieces: bool = False) -> str:
     """Returns a row for each task (name or object).
 
+    With `pieces`, naive Bayes counts ids of the task's vocabulary instead of words and word pairs.
     Classifications and questions about a passage have a table each; classifications of the same
     texts share a row.
     """
@@ -159,11 +185,14 @@ def table(named: Sequence[object], split: str) -> str:
         if (train, test) in seen:  # For instance, a ranking and a generating task.
             continue
         seen.append((train, test))
+        encode = task.output_features["inputs"].vocabulary.encode if pieces else None
         labels.append(
             _row(task, test)
             | {
                 "most frequent label": f"{100 * majority(train, test):.1f}",
-                "naive Bayes": f"{100 * naive_bayes(train, test):.1f}",
+                f"naive Bayes{' on pieces' * pieces}": (
+                    f"{100 * naive_bayes(train, test, encode=encode):.1f}"
+                ),
             }
         )
     return "\n\n".join(markdown.table(rows) for rows in (labels, questions) if rows)
