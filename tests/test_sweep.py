@@ -1229,8 +1229,10 @@ class TestOverAnAxis:
         assert row_of(text, "Costs", "parameters", "dynamic", "64")[8] == "-"
         assert row_of(text, "Costs", "parameters", "t5", "64")[8] == "7"
 
-    def test_an_update_in_parts_takes_less_memory(self, tmp_path):
-        parts = {"trainer.train.grad_accum_steps": 4}
+    @pytest.mark.parametrize(
+        "parts", [{"trainer.train.grad_accum_steps": 4}, {"trainer.train.frozen": ["^encoder/"]}]
+    )
+    def test_an_update_in_parts_takes_less_memory(self, parts, tmp_path):
         whole, split = (
             self.study(tmp_path, bindings=self.study(tmp_path).bindings | more, pairing=None)
             for more in ({}, parts)

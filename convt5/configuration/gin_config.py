@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import posixpath
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -122,6 +123,8 @@ def load(
     if roots:
         reached = _walk(final, supplied, [*root_values, *related_values])
         refuse(gin_checks.ineffective(final, reached))
+        for text in gin_checks.ineffective_macros(final, every, reached):
+            warnings.warn(text, stacklevel=2)
     if walk.missing:
         raise errors.UserError(gin_checks.missing_message(walk.missing))
     kept = gin_checks.without_unused_macros(final, root_values)
