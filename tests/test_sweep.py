@@ -871,6 +871,14 @@ def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
     assert row_of(text, title, "C") == ["", "C", "-", "-", ""]
 
 
+@pytest.mark.parametrize(("seeds", "found"), [("01", [((), 0.25, 0.1)]), ("12", [])])
+def test_a_difference_is_over_the_seeds_that_both_have(seeds, found, tmp_path):
+    chosen = study(tmp_path, versus="model")
+    first = analysis.Best({}, 0.45, (0.25, 0.65), (), ("0", "3"))
+    second = analysis.Best({}, 0.2, (0.1, 0.3), (), tuple(seeds))
+    assert list(analysis.differences(chosen, {("P",): first, ("C",): second})) == found
+
+
 @pytest.mark.parametrize("over", [None, "clip"])
 def test_an_infinite_value_of_an_axis_stands_beside_the_others(over, tmp_path):
     axes = {"clip": {"1": 1.0, "inf": None}, "schedule.Cosine.peak": [0.1], "model": ["p.gin"]}

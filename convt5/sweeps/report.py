@@ -180,6 +180,7 @@ def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> Table:
             }
             for key, a, b in gaps
         ],
+        notes=["Means over the seeds that both have."],
     )
 
 
