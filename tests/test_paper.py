@@ -117,6 +117,16 @@ class TestDifferences:
         assert found.interval == found.lines[0].interval
         assert found.verdict == "reproduced"
 
+    def test_seeds_that_change_nothing_are_no_evidence(self, tmp_path):
+        chosen = study(tmp_path)
+        finish(chosen, lambda labels: accuracy(dict(labels) | {"seed": "0"}) / 3)
+        for where in ({}, {"task": ["a"]}):
+            claim = Claim(text="", studies=["s"], contrast=START, where=where)
+            found = evidence.of_claim(claim, {"s": chosen})
+            assert found.mean > 1
+            assert [line.interval for line in found.lines] == [None] * len(found.lines)
+            assert (found.interval, found.verdict) == (None, "cannot be said at this scale")
+
     def test_of_differences_say_what_a_gain_gains(self, tmp_path):
         chosen = study(tmp_path)
         finish(chosen, accuracy)
