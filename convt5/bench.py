@@ -128,7 +128,9 @@ def main(argv: Sequence[str]) -> None:
         t5x.check(flags.t5x)
     folder = _writable(flags.output)
     repeats = flags.repeats or (2 if flags.quick else 5)
-    records = [machine.describe()]
+    # Another folder does not change what is measured.
+    arguments_but_folder = [text for text in argv if not text.startswith("--output=")]
+    records = [machine.describe() | {"arguments": arguments_but_folder}]
     with (
         open(folder / "records.jsonl", "w", opener=atomic_files.not_followed) as file,
         Bar(sys.stderr, unit="measurement") as progress,

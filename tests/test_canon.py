@@ -68,6 +68,18 @@ def inputs(seed=0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*IDS.shape, EMBED)), jnp.float32)
 
 
+def test_settings_of_canon_layers_that_no_layer_has_are_told():
+    settings = {"num_layers": 2, "canon_kernel_size": 2, "canon_bias": True}
+    said = StackConfig(**settings).unused("encoder")
+    assert [line.partition(" has no effect: there are no Canon")[0] for line in said] == [
+        "encoder.canon_kernel_size=2",
+        "encoder.canon_bias=True",
+    ]
+    assert StackConfig(canon=("", "A"), **settings).unused("encoder") == []
+    (line,) = test_vision_model.tiny(canon_dilation=2).unused()
+    assert line.startswith("canon_dilation=2 has no effect")
+
+
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_canon_layer_is_the_published_equation(settings, hidden):

@@ -55,6 +55,9 @@ def test_a_compiled_step_tells_its_operations():
         ("NVIDIA B200", 2250e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 NVL", 835e12),
     ],
 )
 def test_the_peak_is_that_of_all_devices_of_their_kind(kind, peak):
@@ -63,6 +66,8 @@ def test_the_peak_is_that_of_all_devices_of_their_kind(kind, peak):
 
 def test_the_peak_of_an_unknown_device_is_unknown():
     assert compilation.peak_flops(jax.devices("cpu")) is None
+    for kind in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L400", "TPU v50"):
+        assert compilation.peak_flops([Device(kind)]) is None
 
 
 def test_compiled_programs_are_kept_in_the_users_cache(tmp_path):

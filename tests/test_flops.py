@@ -29,6 +29,18 @@ def test_every_step_of_a_loop_counts():
     assert flops(power, SQUARE, SQUARE) == pytest.approx(10 * PRODUCT, rel=0.01)
 
 
+@pytest.mark.parametrize("length", [64, 100])
+def test_a_fourier_transform_in_a_loop_counts_as_outside(length):
+    def filtered(x):
+        return jnp.fft.irfft(jnp.fft.rfft(x), length)
+
+    def twice(x):
+        return jax.lax.scan(lambda x, _: (filtered(x), None), x, None, length=2)[0]
+
+    x = jax.ShapeDtypeStruct((8, length), jnp.float32)
+    assert flops(twice, x) == pytest.approx(2 * flops(filtered, x), rel=0.01)
+
+
 def test_every_device_of_a_part_for_each_counts():
     mesh = jax.make_mesh((4,), ("rows",), (jax.sharding.AxisType.Auto,))
     rows, whole = PartitionSpec("rows"), PartitionSpec()

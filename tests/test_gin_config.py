@@ -259,6 +259,26 @@ def test_a_command_line_binding_that_reaches_nothing_is_an_error(write):
     assert "In use from there: schedule.Cosine" in message
 
 
+@pytest.mark.parametrize(
+    ("more", "bindings", "why"),
+    [
+        ("schedule.Constant.rate = %SLOW", [], "only schedule.Constant.rate would use %SLOW"),
+        ("schedule.Cosine.warmup_steps = %SLOW", ["schedule.Cosine.warmup_steps=1"], "replace"),
+    ],
+)
+def test_a_command_line_macro_that_reaches_nothing_is_told(more, bindings, why, write):
+    name = write("a.gin", f"{COSINE}SLOW = 2\n{more}")
+    with pytest.warns(UserWarning, match=f"--gin.SLOW has no effect: .*{why}"):
+        gin_config.load([name], ["SLOW=3", *bindings], roots=["%RATE"])
+    config = gin_config.load([name], ["STEPS=9", *bindings], roots=["%RATE"])
+    assert config.macro("RATE").total_steps == 9
+
+
+def test_a_macro_that_a_file_requires_may_be_given(write):
+    name = write("a.gin", f"{COSINE}SLOW = %gin.REQUIRED\nschedule.Constant.rate = %SLOW")
+    assert gin_config.load([name], ["SLOW=3"], roots=["%RATE"]).macro("RATE").peak == 0.5
+
+
 def test_settings_of_related_programs_may_be_given(write):
     text = COSINE + "MODEL = @schedule.Constant()\nschedule.Constant.rate = 1.0"
     bindings = ["schedule.Constant.rate=3.0"]

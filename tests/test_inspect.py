@@ -140,15 +140,23 @@ def test_memory_per_device_shrinks_where_the_mesh_splits(gin_file):
     assert report(**mesh(1, 1, 4, 1)).activations == one.activations / 4
 
 
-def test_memory_on_one_device_is_that_of_the_closed_form(gin_file):
-    subject = little_subject(gin_file)
+@pytest.mark.parametrize("more", [{}, {"frozen": ["^encoder/"], "ema": EMA()}], ids=str)
+def test_memory_on_one_device_is_that_of_the_closed_form(gin_file, more):
+    subject = little_subject(gin_file, **more)
     memory = cost_report.make_report(subject).memory
     expected = costs.training_memory(
-        subject.config, AdamWConfig(), rows=8, encoder_length=32, decoder_length=16
+        subject.config,
+        AdamWConfig(),
+        rows=8,
+        encoder_length=32,
+        decoder_length=16,
+        frozen=subject.step.frozen,
+        averaged="ema" in more,
     )
     # The state of training also counts its steps.
     assert memory.total == pytest.approx(expected.total, rel=1e-3)
     assert memory.activations == expected.activations
+    assert (memory.gradients, memory.average) == (expected.gradients, expected.average)
 
 
 def test_sharding_table_joins_equal_layers(gin_file, capsys):

@@ -83,6 +83,20 @@ def shift(targets: np.ndarray) -> np.ndarray:
     return np.pad(targets[:, :-1], ((0, 0), (1, 0)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"relative_buckets": 8}, ["relative_buckets=8 has no effect: positions='none'"]),
+        ({"max_positions": 9, "variant": "hybrid", "positions": "relative"}, ["max_positions=9"]),
+        ({"positions": "relative"}, ["positions='relative' has no effect"]),
+        ({"positions": "relative", "variant": "hybrid", "relative_buckets": 8}, []),
+    ],
+)
+def test_settings_of_other_positions_are_told(settings, told):
+    said = tiny_config(**{"positions": "none", **settings}).unused()
+    assert [line[: len(begin)] for line, begin in zip(said, told, strict=True)] == told
+
+
 def test_shapes_in_annotations_are_checked_while_tests_run():
     model = tiny_model()
     for tokens in (np.ones((2, 7, 1), np.int32), np.ones((2, 7), np.float32)):

@@ -207,16 +207,40 @@ def test_a_study_of_models_of_images_over_an_axis_shows_what_they_cost(tmp_path)
 
     asked = vision_study(tmp_path)
     assert running.run_all(asked, launch=launch) == 4
-    table = profile.cost_table(asked)
+    lines = profile.lines(asked, analysis.results(asked))
+    table = profile.cost_table(asked, lines)
     found = table[("c",), "0.001"]
     point = Point({}, ("gin/runs/digits.gin", "gin/models/vit_c_tiny.gin"), ())
     total = vision_costs.model_cost(equal_cost.describe(point).model).total
     assert (found.parameters, found.flops) == (total.parameters, 2 * total.multiply_adds)
     assert (found.memory, found.seconds) == (None, 7.0)
-    lines = profile.lines(asked, analysis.results(asked))
     costs = profile.sections(asked, lines, table)[-1]
     rows = [row for row in costs.rows if f"{total.parameters:,}" in row]
     assert [row[-3:] for row in rows] == [["-", "7", "-"]] * 2
+
+
+def test_costs_are_those_of_the_setting_whose_metric_is_shown(tmp_path):
+    def launch(arguments, log):
+        is_deep = "num_layers=2" in str(arguments)
+        record = {"step": 4, "validation/accuracy": 0.1 + 0.5 * is_deep}
+        record |= {"train_seconds": 90.0 if is_deep else 30.0}
+        (pathlib.Path(log).parent / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        return 0
+
+    axes = {
+        "model": {"p": "gin/models/vit_p_tiny.gin"},
+        "schedule.Cosine.peak": [0.001],
+        "architecture.ViTConfig.num_layers": [1, 2],
+    }
+    asked = vision_study(tmp_path, grids=[sweeps.Grid(axes=axes)], seeds=[0, 1])
+    assert running.run_all(asked, launch=launch) == 4
+    deep = equal_cost.describe(list(asked.points())[1]).model
+    lines = profile.lines(asked, analysis.results(asked))
+    costs = profile.sections(asked, lines, profile.cost_table(asked, lines))[-1]
+    (row,) = (dict(zip(costs.columns, row, strict=True)) for row in costs.rows)
+    parameters = f"{vision_costs.model_cost(deep).total.parameters:,}"
+    shown = [row[name] for name in (*axes, "parameters", "seconds")]
+    assert shown == ["p", "0.001", "2", parameters, "90"]
 
 
 def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
@@ -238,7 +262,7 @@ def test_a_study_is_reported_where_the_data_of_its_runs_is_not(tmp_path):
 
     assert running.run_all(asked, launch=launch) == 2
     lines = profile.lines(asked, analysis.results(asked))
-    costs = profile.sections(asked, lines, profile.cost_table(asked))[-1]
+    costs = profile.sections(asked, lines, profile.cost_table(asked, lines))[-1]
     assert costs.rows[0][1:] == ["5", *["-"] * 5, "7"]
     (fault,) = [note for note in costs.notes if note.startswith("Not known here: ")]
     assert "gone.model' names no file" in fault

@@ -117,6 +117,16 @@ class TestDifferences:
         assert found.interval == found.lines[0].interval
         assert found.verdict == "reproduced"
 
+    def test_seeds_that_change_nothing_are_no_evidence(self, tmp_path):
+        chosen = study(tmp_path)
+        finish(chosen, lambda labels: accuracy(dict(labels) | {"seed": "0"}) / 3)
+        for where in ({}, {"task": ["a"]}):
+            claim = Claim(text="", studies=["s"], contrast=START, where=where)
+            found = evidence.of_claim(claim, {"s": chosen})
+            assert found.mean > 1
+            assert [line.interval for line in found.lines] == [None] * len(found.lines)
+            assert (found.interval, found.verdict) == (None, "cannot be said at this scale")
+
     def test_of_differences_say_what_a_gain_gains(self, tmp_path):
         chosen = study(tmp_path)
         finish(chosen, accuracy)
@@ -411,6 +421,21 @@ class TestRuns:
         expected = ["--suites=train_step", "--lengths=128,512", "--only_ours"]
         assert benches == [[*expected, f"--output={tmp_path / 'bench' / 'unfinished'}"]]
         assert [path.name for path in (tmp_path / "bench").iterdir()] == ["records.jsonl"]
+
+    def test_costs_measured_with_other_flags_are_not_those_of_the_paper(self, tmp_path):
+        studies = {"s": study(tmp_path / "s", tasks=("a",), seeds=(0,))}
+        machine = {"suite": "machine", "arguments": ["--lengths=128", "--suites=train_step"]}
+        costs = [machine, *records((2.0, 1.0), (8.0, 2.0))]
+        (tmp_path / "bench").mkdir()
+        text = "".join(json.dumps(record) + "\n" for record in costs)
+        (tmp_path / "bench" / "records.jsonl").write_text(text)
+        same = paper(tmp_path, bench={"lengths": 128})
+        assert not paper_runs.missing_costs(same)
+        other = paper(tmp_path, bench={"lengths": 128, "batch_size": 32})
+        for use in (paper_runs.run_all, paper_runs.describe, paper_page.write):
+            with pytest.raises(UserError, match=r"--lengths=128.*batch_size=32.*another bench_dir"):
+                use(other, studies)
+        assert not (tmp_path / "s").exists()
 
     def test_the_number_of_runs_is_that_of_all_studies(self, tmp_path):
         studies = {

@@ -871,6 +871,14 @@ def test_a_line_that_diverged_is_compared_with_nothing(tmp_path):
     assert row_of(text, title, "C") == ["", "C", "-", "-", ""]
 
 
+@pytest.mark.parametrize(("seeds", "found"), [("01", [((), 0.25, 0.1)]), ("12", [])])
+def test_a_difference_is_over_the_seeds_that_both_have(seeds, found, tmp_path):
+    chosen = study(tmp_path, versus="model")
+    first = analysis.Best({}, 0.45, (0.25, 0.65), (), ("0", "3"))
+    second = analysis.Best({}, 0.2, (0.1, 0.3), (), tuple(seeds))
+    assert list(analysis.differences(chosen, {("P",): first, ("C",): second})) == found
+
+
 @pytest.mark.parametrize("over", [None, "clip"])
 def test_an_infinite_value_of_an_axis_stands_beside_the_others(over, tmp_path):
     axes = {"clip": {"1": 1.0, "inf": None}, "schedule.Cosine.peak": [0.1], "model": ["p.gin"]}
@@ -1229,8 +1237,10 @@ class TestOverAnAxis:
         assert row_of(text, "Costs", "parameters", "dynamic", "64")[8] == "-"
         assert row_of(text, "Costs", "parameters", "t5", "64")[8] == "7"
 
-    def test_an_update_in_parts_takes_less_memory(self, tmp_path):
-        parts = {"trainer.train.grad_accum_steps": 4}
+    @pytest.mark.parametrize(
+        "parts", [{"trainer.train.grad_accum_steps": 4}, {"trainer.train.frozen": ["^encoder/"]}]
+    )
+    def test_an_update_in_parts_takes_less_memory(self, parts, tmp_path):
         whole, split = (
             self.study(tmp_path, bindings=self.study(tmp_path).bindings | more, pairing=None)
             for more in ({}, parts)

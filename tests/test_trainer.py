@@ -221,6 +221,18 @@ def test_records_hold_speed_and_optimizer_figures(run, tmp_path):
     assert expected <= records(tmp_path)[-1].keys()
 
 
+def test_the_wait_for_the_first_batch_is_no_share_of_training(run, tmp_path, monkeypatch):
+    read = RandomBatches.__next__
+
+    def read_slowly(self):
+        time.sleep(0.2 * (self.count == 0))
+        return read(self)
+
+    monkeypatch.setattr(RandomBatches, "__next__", read_slowly)
+    run(num_steps=1, eval_every_steps=None)
+    assert records(tmp_path)[0]["data_wait_share"] == 0.0
+
+
 def test_records_are_means_over_the_steps_between_them(run, tmp_path):
     run(num_steps=10, run_dir=str(tmp_path / "each"), eval_every_steps=None)
     run(num_steps=10, log_every_steps=5, eval_every_steps=None)

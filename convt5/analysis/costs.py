@@ -17,7 +17,7 @@ from convt5.modeling.description import ModelDescription, StackName, StemLayer
 from convt5.modeling.mixers.base import MixerConfig, Reach
 from convt5.modeling.mixers.results import number_of
 from convt5.modeling.model import ConvT5
-from convt5.modeling.tree_paths import named_leaves
+from convt5.modeling.tree_paths import matches, named_leaves
 from convt5.training import schedule
 from convt5.training.optimizer import OptimizerConfig
 
@@ -214,16 +214,29 @@ def training_memory(
     rows: int,
     encoder_length: int,
     decoder_length: int,
+    frozen: Sequence[str] = (),
+    averaged: bool = False,
 ) -> TrainingMemory:
-    """Returns the memory of one update on a single device with `rows` examples."""
+    """Returns the memory of one update on a single device with `rows` examples.
+
+    Args:
+        config: the model.
+        optimizer: the optimizer.
+        rows: examples, or those of a microbatch.
+        encoder_length, decoder_length: tokens per row.
+        frozen: patterns of parameters that are not trained.
+        averaged: whether an average of the model is kept.
+    """
     cost = model_cost(config, encoder_length=encoder_length, decoder_length=decoder_length)
+    trained = {name: s for name, s in cost.shapes.items() if not matches(name, frozen)}
     parameter_bytes = FLOAT32_BYTES * cost.parameters
     return TrainingMemory(
         parameters=parameter_bytes,
-        gradients=parameter_bytes,
-        optimizer=optimizer_bytes(optimizer, cost.shapes),
+        gradients=FLOAT32_BYTES * num_parameters(trained),
+        optimizer=optimizer_bytes(optimizer, trained),
         activations=rows * cost.activation_bytes,
         logits=2 * rows * cost.logits_bytes,
+        average=parameter_bytes if averaged else 0,
     )
 
 

@@ -376,6 +376,29 @@ def ineffective(final: Mapping[Any, Setting], walk: Walk) -> Iterator[str]:
         )
 
 
+def ineffective_macros(
+    final: Mapping[Any, Setting], every: Sequence[Setting], walk: Walk
+) -> Iterator[str]:
+    """Yields macros of the command line that nothing of what is built reads.
+
+    They are no errors: an axis of a study may only label its runs. A macro that a file requires may
+    be given in any case.
+    """
+    known = {s.name for s in every if not s.target and s.value == Macro(gin_files.REQUIRED)}
+    known |= {*walk.used_macros, *PROGRAM_MACROS}
+    for macro in final.values():
+        if macro.target is not None or macro.location.line or macro.name in known:
+            continue
+        users = [s.name for s in final.values() if Macro(macro.name) in [*flatten(s.value)]]
+        why = (
+            f"only {', '.join(errors.abbreviate(users))} would use %{macro.name}, which the "
+            "configuration does not build; select what needs it, or leave it out."
+            if users
+            else f"others replace the settings that use %{macro.name}; leave out one or the other."
+        )
+        yield f"{macro.location} has no effect: {why}"
+
+
 def missing_message(missing: Mapping[str, str]) -> str:
     lines = [
         f"- {name}{f' (for {wanted_by})' if wanted_by else ''}: set --gin.{name}=VALUE"

@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import posixpath
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -120,8 +121,7 @@ def load(
     walk = _walk(final, supplied, root_values)
     refuse(gin_types.faults(gin_checks.typed(final)))
     if roots:
-        reached = _walk(final, supplied, [*root_values, *related_values])
-        refuse(gin_checks.ineffective(final, reached))
+        _check_reached(final, every, _walk(final, supplied, [*root_values, *related_values]))
     if walk.missing:
         raise errors.UserError(gin_checks.missing_message(walk.missing))
     kept = gin_checks.without_unused_macros(final, root_values)
@@ -148,6 +148,13 @@ def _walk(final: Mapping[Any, Any], supplied: Sequence[str], values: Sequence[An
     for value in values:
         walk.visit(value, (), wanted_by="")
     return walk
+
+
+def _check_reached(final: Mapping[Any, Any], every: Sequence[Any], reached: Any) -> None:
+    """Raises `UserError` for command-line bindings without effect, and warns of such macros."""
+    errors.raise_all(gin_checks.ineffective(final, reached), where="configuration")
+    for text in gin_checks.ineffective_macros(final, every, reached):
+        warnings.warn(text, stacklevel=3)
 
 
 def folder(parts: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ y[t] = h[t] + sum_j w[j] h[t - j * dilation], j = 0..K-1, separately for each ch
 """
 
 import dataclasses
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,27 @@ class CanonConfig:
 
 
 NO_CANON = CanonConfig()
+
+
+def without_places(settings: Any, where: str) -> list[str]:
+    """Returns a sentence for each changed setting of Canon layers, if none has a place.
+
+    Args:
+        settings: has those of `CanonConfig`, each one value or a list by layers.
+        where: stands before their names.
+    """
+    if any(settings.canon):
+        return []
+    changed = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(CanonConfig)
+        if field.name != "canon" and getattr(settings, field.name) != field.default
+    }
+    return [
+        f"{where}{name}={value!r} has no effect: there are no Canon layers; name their places in "
+        f"{where}canon."
+        for name, value in changed.items()
+    ]
 
 
 class Canon(nnx.Module):

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from convt5 import errors
 from convt5.errors import checks, rules
 from convt5.errors.rules import ruled
+from convt5.modeling import canon
 from convt5.modeling.layers import MlpKind, NormKind
 from convt5.modeling.mixers import KINDS, results
 from convt5.modeling.mixers.base import MixerConfig
@@ -35,6 +36,14 @@ _MIXER_FIELDS = {
     if field.name != "causal"
 }
 """The settings of all mixing kinds, by name, which a stack passes to its layers."""
+
+
+_OF_POSITIONS: Mapping[str, Positions] = {
+    "max_positions": "learned",
+    "relative_buckets": "relative",
+    "relative_max_distance": "relative",
+}
+"""Settings of one kind of positions."""
 
 
 def _settings_of(kind: type[MixerConfig]) -> set[str]:
@@ -150,9 +159,9 @@ class StackConfig:
 
     def unused(self, where: str) -> list[str]:
         """Returns a sentence for each setting that is changed, and that no layer's kind uses."""
-        kinds = {mixing for mixing in self._mixing_of_layers() if isinstance(mixing, str)}
-        used = {name for kind in kinds for name in _settings_of(KINDS[kind])}
-        return [
+        named = [mixing for mixing in self._mixing_of_layers() if isinstance(mixing, str)]
+        used = {name for kind in {*named} for name in _settings_of(KINDS[kind])}
+        return (canon.without_places(self, f"{where}.") if named else []) + [
             f"{where}.{name}={getattr(self, name)!r} has no effect: no layer there has the mixing "
             f"{' or '.join(kind for kind in KINDS if name in _settings_of(KINDS[kind]))}."
             for name, field in _MIXER_FIELDS.items()
@@ -407,8 +416,22 @@ class ModelDescription:
         return {**lengths, **shortened}
 
     def unused(self) -> list[str]:
-        """Returns a sentence for each setting of a stack that none of its layers uses."""
-        return self.encoder.unused("encoder") + self.decoder.unused("decoder")
+        """Returns a sentence for each setting that is changed, and that no layer uses."""
+        fields = {field.name: field for field in dataclasses.fields(ModelDescription)}
+        sentences = self.encoder.unused("encoder") + self.decoder.unused("decoder")
+        sentences += [
+            f"{name}={getattr(self, name)!r} has no effect: positions={self.positions!r}; it needs "
+            f"{needed!r}."
+            for name, needed in _OF_POSITIONS.items()
+            if self.positions != needed and getattr(self, name) != fields[name].default
+        ]
+        layers = (*self.encoder_layers, *self.decoder_layers)
+        if self.positions == "relative" and not any(layer.reads_distances for layer in layers):
+            sentences.append(
+                "positions='relative' has no effect: no layer has attention, or another mixing "
+                "with a bias by distance."
+            )
+        return sentences
 
     @property
     def described_kinds(self) -> tuple[str, ...]:

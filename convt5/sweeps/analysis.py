@@ -139,7 +139,8 @@ def best(study: Study, results: Sequence[Result]) -> Best:
 def differences(study: Study, bests: Mapping[Key, Best]) -> Iterator[tuple[Key, float, float]]:
     """Yields the other rows, and the best errors at both values of `Study.versus`.
 
-    In the order of the study; rows without results for both values are skipped.
+    They are means over the seeds that both have, as others may be easier or harder. In the order of
+    the study; rows without such seeds are skipped.
     """
     if study.versus is None:
         return
@@ -147,8 +148,10 @@ def differences(study: Study, bests: Mapping[Key, Best]) -> Iterator[tuple[Key, 
     labels = list(_labels(study)[study.versus])[:2]
     for key in dict.fromkeys((*key[:place], *key[place + 1 :]) for key in bests):
         pair = [bests.get((*key[:place], label, *key[place:])) for label in labels]
-        if len(pair) == 2 and pair[0] and pair[1]:
-            yield key, pair[0].mean, pair[1].mean
+        by_seed = [dict(zip(best.seeds, best.errors, strict=True)) for best in pair if best]
+        if len(by_seed) == 2 and (common := by_seed[0].keys() & by_seed[1].keys()):
+            first, second = (statistics.fmean(own[seed] for seed in common) for own in by_seed)
+            yield key, first, second
 
 
 def paired(first: Best, second: Best) -> list[float]:

@@ -30,7 +30,7 @@ class Line(NamedTuple):
             difference of differences.
         values: paired differences, a mean for each seed; of costs, the first divided by the second.
         interval: 95 % interval of their mean over seeds; of costs, that over repeats. None for
-            fewer than two values.
+            fewer than two values, or equal ones: seeds that change nothing are no evidence.
         counts: whether it counts towards the verdict (`Claim.least`).
     """
 
@@ -53,7 +53,8 @@ class Evidence(NamedTuple):
         unit: of the values.
         lines: those with at least one pair of runs.
         interval: 95 % interval of the mean: over the lines that count, or over the seeds of the
-            only one. None without two of them, or if a line has a single seed.
+            only one. None without two of them, if a line has a single seed, or if seeds change
+            none.
         num_missing: pairs whose runs are not finished or diverged.
         verdict: whether the interval is above the value without an effect, below it, or around it.
     """
@@ -206,7 +207,9 @@ def _gain(errors: Sequence[float]) -> float:
 
 def _interval(values: Sequence[float]) -> tuple[float, float] | None:
     half = half_interval(values)
-    if half is None:
+    # Values that are equal, but for rounding, tell of seeds that change nothing, or of a metric
+    # with few steps, and not of how far other runs would scatter.
+    if half is None or half <= 1e-9 * max(map(abs, values)):
         return None
     mean = statistics.fmean(values)
     return mean - half, mean + half
@@ -215,10 +218,11 @@ def _interval(values: Sequence[float]) -> tuple[float, float] | None:
 def _mean_interval(lines: Sequence[Line]) -> tuple[float, float] | None:
     """Returns the interval of the mean of the lines that count, or of the only one over seeds.
 
-    None if one of them has a single seed, whose luck all of its lines may share.
+    None if one of them has a single seed, whose luck all of its lines may share, or if the seeds of
+    all are as good as one.
     """
     lines = [line for line in lines if line.counts]
-    if any(len(line.values) < 2 for line in lines):
+    if any(len(line.values) < 2 for line in lines) or all(line.interval is None for line in lines):
         return None
     return lines[0].interval if len(lines) == 1 else _interval([line.mean for line in lines])
 

@@ -9,11 +9,10 @@ from convt5 import errors
 from convt5.reports import figures, markdown, tables
 from convt5.reports.tables import Table
 from convt5.runtime import atomic_files
-from convt5.sweeps import archive, evidence, running
+from convt5.sweeps import archive, evidence, paper_runs, running
 from convt5.sweeps.evidence import Evidence, Line
 from convt5.sweeps.paper import Claim, Paper, Question
 from convt5.sweeps.study import Study
-from convt5.training.run_log import read_records
 
 _RULE = (
     "How to read it: differences are paired. Two runs have the same seed, data and settings, and "
@@ -36,10 +35,10 @@ def write(paper: Paper, studies: Mapping[str, Study], *, suffix: str = figures.S
         suffix: of the pictures, which chooses their format.
 
     Raises:
-        UserError: the page cannot be written, matplotlib is not installed, or a claim does not fit
-            its study.
+        UserError: the page cannot be written, matplotlib is not installed, a claim does not fit its
+            study, or costs were measured with other settings.
     """
-    records = read_records(paper.records)
+    records = paper_runs.read_costs(paper)
     answers = [
         [
             evidence.of_claim(claim, studies)

@@ -42,6 +42,7 @@ def run_all(
         TrainingError: a run failed.
         Interrupted: a signal requested the end.
     """
+    read_costs(paper)  # Refuses those of other settings before hours of training.
     for name, study in studies.items():
         if all(made.is_done for made in running.runs(study)):
             continue
@@ -59,8 +60,26 @@ def run_all(
 def missing_costs(paper: Paper) -> list[CostClaim]:
     """Returns the claims on costs for which there are no records."""
     claims = [claim for claim in paper.claims if isinstance(claim, CostClaim)]
-    records = read_records(paper.records) if claims else []
+    records = read_costs(paper) if claims else []
     return [claim for claim in claims if not evidence.of_costs(claim, records).lines]
+
+
+def read_costs(paper: Paper) -> list[dict[str, Any]]:
+    """Returns the records of the benchmark; empty if it was not run.
+
+    Raises:
+        UserError: they were measured with other flags than `Paper.bench` has.
+    """
+    records = read_records(paper.records)
+    about = next((record for record in records if record.get("suite") == "machine"), {})
+    # Earlier versions recorded none.
+    then, now = about.get("arguments"), _arguments(paper)
+    if paper.has_costs and isinstance(then, list) and sorted(map(str, then)) != sorted(now):
+        raise errors.UserError(
+            f"Paper.bench: {paper.records} was measured with {errors.clip(then, limit=2000)}, now "
+            f"{now}; restore the settings of bench, or choose another bench_dir."
+        )
+    return records
 
 
 def read_results(studies: Mapping[str, Study], folder: pathlib.Path) -> dict[str, int]:
@@ -108,9 +127,8 @@ def _measure(paper: Paper, bench: Bench) -> None:
     folder = paper.records.parent
     # Measurements that were stopped in between would pass for all.
     unfinished = folder / "unfinished"
-    flags = {"suites": "train_step", **paper.bench, "output": unfinished}
     print("costs", file=sys.stderr)
-    code = bench([flag for name, value in flags.items() for flag in _flags(name, value)])
+    code = bench([*_arguments(paper), f"--output={unfinished}"])
     if code == 0:
         for path in unfinished.iterdir():
             path.replace(folder / path.name)
@@ -129,6 +147,13 @@ def _measure(paper: Paper, bench: Bench) -> None:
     raise kind(
         f"python -m convt5.bench of the paper ended with exit code {code}; its message is above."
     )
+
+
+def _arguments(paper: Paper) -> list[str]:
+    """Returns the arguments of the benchmark but its folder."""
+    flags = {"suites": "train_step", **paper.bench}
+    flags.pop("output", None)
+    return [flag for name, value in flags.items() for flag in _flags(name, value)]
 
 
 def _flags(name: str, value: Any) -> list[str]:

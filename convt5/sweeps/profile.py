@@ -24,7 +24,7 @@ Line = dict[str, Best]
 
 
 class Cost(NamedTuple):
-    """Costs of the runs at one point of a line, over its seeds.
+    """Costs of the runs of the best setting at one point of a line, over its seeds.
 
     Values derived from settings are None if these cannot be read, for instance without their data.
 
@@ -63,15 +63,16 @@ def lines(study: Study, found: Sequence[Result]) -> dict[Key, Line]:
     return profiles
 
 
-def cost_table(study: Study) -> dict[tuple[Key, str], Cost]:
-    """Returns the costs of the models by row and value of the axis, from finished runs."""
+def cost_table(study: Study, profiles: Mapping[Key, Line]) -> dict[tuple[Key, str], Cost]:
+    """Returns the costs of the best settings by row and value of the axis, from finished runs."""
     assert study.over is not None
     groups: dict[tuple[Key, str], list[StudyRun]] = {}
     for made in states(study):
-        if made.is_done:
-            labels = made.point.labels
-            key = tuple(labels[axis] for axis in study.rows)
-            groups.setdefault((key, labels[study.over]), []).append(made)
+        labels = made.point.labels
+        key, place = tuple(labels[axis] for axis in study.rows), labels[study.over]
+        # Settings that are not the best may have other costs.
+        if made.is_done and profiles[key][place].labels.items() <= labels.items():
+            groups.setdefault((key, place), []).append(made)
     return {key: _cost(runs) for key, runs in groups.items()}
 
 
@@ -89,7 +90,7 @@ def sections(study: Study, profiles: Mapping[Key, Line], costs: Mapping[Any, Cos
     spent = [
         {
             **dict(zip(study.rows, key, strict=True)),
-            study.over: label,
+            **line[label].labels,
             "emb, mlp": "-" if cost.widths is None else f"{cost.widths[0]}, {cost.widths[1]}",
             "parameters": "-" if cost.parameters is None else f"{cost.parameters:,}",
             "forward MFLOP": "-" if cost.flops is None else f"{cost.flops / 1e6:.2f}",
@@ -313,7 +314,14 @@ def _text_cost(run: "TrainRun") -> tuple[int, float, float]:
     model: Any = run.model
     rows = run.train_data.batch_size // run.grad_accum_steps
     cost = costs.model_cost(model, **lengths(run))
-    memory = costs.training_memory(model, run.optimizer, rows=rows, **lengths(run))
+    memory = costs.training_memory(
+        model,
+        run.optimizer,
+        rows=rows,
+        frozen=run.frozen,
+        averaged=run.ema is not None,
+        **lengths(run),
+    )
     return cost.parameters, cost.forward_flops, memory.total
 
 

@@ -44,7 +44,7 @@ def write(study: Study, *, suffix: str = figures.SUFFIX) -> str:
     profiles = profile.lines(study, results) if study.over else {}
     state = f"{num_done} of {len(every)} runs are done."
     if study.over:
-        sections = profile.sections(study, profiles, profile.cost_table(study))
+        sections = profile.sections(study, profiles, profile.cost_table(study, profiles))
     else:
         distributions = {key: analysis.distribution(runs) for key, runs in groups.items()}
         sections = _sections(study, distributions, bests)
@@ -180,6 +180,7 @@ def _gaps(study: Study, gaps: Sequence[tuple[Key, float, float]]) -> Table:
             }
             for key, a, b in gaps
         ],
+        notes=["Means over the seeds that both have."],
     )
 
 

@@ -5,6 +5,7 @@ The trainer compiles its step once, explicitly, and reports how long it took.
 
 import os
 import pathlib
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,11 +33,15 @@ _PEAK_FLOPS = {
     "TPU7x": 1153.5e12,  # A device is one of the two chiplets of a chip.
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
     "NVIDIA GB200": 2500e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
     "Tesla V100": 125e12,
     "Tesla T4": 65e12,
 }
@@ -136,8 +141,9 @@ class KeptFunction:
 def peak_flops(devices: Sequence[Any]) -> float | None:
     """Returns the peak bfloat16 FLOPs per second of all devices together; None if unknown."""
     kind = devices[0].device_kind
-    # The longest matching name: "TPU v5" is the v5p, but is also a prefix of "TPU v5 lite".
-    names = [name for name in _PEAK_FLOPS if kind.startswith(name)]
+    # The longest matching name: "TPU v5" is the v5p, but is also a prefix of "TPU v5 lite". Whole
+    # words: an "NVIDIA L40S" is no "NVIDIA L4". A part of a GPU has a part of its peak.
+    names = [name for name in _PEAK_FLOPS if re.match(rf"{name}\b(?!.* MIG )", kind)]
     return _PEAK_FLOPS[max(names, key=len)] * len(devices) if names else None
 
 

@@ -120,6 +120,9 @@ def _of_operation(equation: Any) -> float:
         kernel = equation.invars[1].aval.shape
         outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * sizes[0] * math.prod(kernel) / outputs
+    if name == "fft":
+        doublings = math.prod(length.bit_length() - 1 for length in equation.params["fft_lengths"])
+        return 8.0 * math.prod(equation.invars[0].aval.shape) * doublings
     if name.startswith(("reduce", "arg")):
         return float(math.prod(equation.invars[0].aval.shape))
     return float(sum(sizes))

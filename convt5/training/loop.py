@@ -282,6 +282,7 @@ class Loop:
             waited = max(0.0, time.perf_counter() - requested_at)
             if self._compiled is None:
                 before_first()
+                waited = 0.0  # The time of training begins after it.
             metrics = self._update(batch)
             self._read_pending()
             self._pending = _Pending(self.step, metrics, batch.num_tokens, waited)

@@ -12,7 +12,7 @@ from typing import Literal
 from convt5 import errors
 from convt5.errors import checks, rules
 from convt5.errors.rules import ruled
-from convt5.modeling.canon import CanonConfig
+from convt5.modeling.canon import CanonConfig, without_places
 
 StemKind = Literal["patchify", "conv"]
 Pooling = Literal["token", "mean"]
@@ -113,6 +113,10 @@ class ViTDescription(CanonConfig):
                 f"{self.stride} pixels; resize the images to {nearest}, or choose another stem."
             )
         return faults
+
+    def unused(self) -> list[str]:
+        """Returns a sentence for each setting that is changed, and that no layer uses."""
+        return without_places(self, "")
 
     def _patchify_faults(self) -> list[str]:
         faults = [
