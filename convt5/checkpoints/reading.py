@@ -282,7 +282,7 @@ def on_all_hosts(read: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def of_process(error: BaseException) -> errors.TrainingError | None:
+def of_process(error: Exception) -> errors.TrainingError | None:
     """Returns the user error for what this process lacks to read a checkpoint; None for damage."""
     is_refused = isinstance(error, MemoryError) or getattr(error, "errno", None) in _OF_PROCESS
     if not is_refused and not any(refusal in str(error) for refusal in _REFUSALS):
