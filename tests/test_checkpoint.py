@@ -574,6 +574,15 @@ def test_a_checkpoint_in_a_bucket_survives_a_kill_while_it_is_moved(bucket, monk
         assert_same(run.restore(abstract(make_state())).state, make_state(4))
 
 
+def test_a_copy_under_another_number_keeps_its_step(open_run, tmp_path):
+    save_steps(open_run(), 7)
+    shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / "3")
+    assert reading.step_of(tmp_path / "3") == 7
+    state = make_state()
+    read = checkpoint.read_state(tmp_path / "3", abstract(state), model_config=ModelConfig())
+    assert read.step == 7
+
+
 def test_a_single_checkpoint_is_not_taken_for_another_step(open_run, tmp_path, monkeypatch):
     save_steps(open_run(), 4)
     folder = tmp_path / "checkpoints" / "4"

@@ -141,9 +141,10 @@ def check_average(folder: epath.PathLike) -> None:
 
 def step_of(folder: epath.PathLike) -> int:
     """Returns the step of a checkpoint, even if its folder was renamed or copied."""
-    name = epath.Path(folder).name
-    if _is_step(name):
-        return int(name)
+    folder = epath.Path(folder)
+    # Elsewhere a number may be any name, such as that of the third model.
+    if _is_step(folder.name) and folder.parent.name == "checkpoints":
+        return int(folder.name)
     shapes = {"step": record.parse_shape("int32[]")}
     return int(load_named(folder, shapes, part="optimizer")["step"])
 
