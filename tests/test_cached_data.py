@@ -361,6 +361,18 @@ def test_a_cache_that_a_killed_process_began_is_gone_on_with(tmp_path, monkeypat
         gc.collect()
 
 
+def test_what_a_kill_left_half_written_is_no_part_of_a_cache(tmp_path):
+    writer = begin(tmp_path)
+    list(writer.write("train", [made()]))
+    (tmp_path / ".cache.unfinished" / f".{'0' * 16}.partial").write_text("half")
+    del writer
+    gc.collect()
+    writer = begin(tmp_path)
+    assert writer.written("train").is_complete
+    writer.finish(made_from={})
+    assert sorted(os.listdir(tmp_path / "cache")) == ["cache.json", "train"]
+
+
 def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):
     writer = cached_data.Writer(tmp_path / "cache")
     writer.vocabulary(vocabularies.characters(), None)

@@ -631,6 +631,8 @@ def publish(unfinished: pathlib.Path, folder: pathlib.Path) -> None:
 def take(unfinished: pathlib.Path, folder: pathlib.Path) -> int:
     """Locks a folder that becomes `folder` against other processes, until the result is closed.
 
+    Removes temporary files of killed processes, which would become part of the cache.
+
     Raises:
         UserError: another process makes it.
     """
@@ -641,6 +643,7 @@ def take(unfinished: pathlib.Path, folder: pathlib.Path) -> int:
             f"output_dir={folder} is being made by another process; wait for it to end, "
             "or name another folder."
         )
+    atomic_files.remove_left_overs(unfinished)
     return lock
 
 
