@@ -406,6 +406,17 @@ def test_a_checkpoint_that_only_this_process_cannot_read_is_not_damaged(
     assert open_run().restore(abstract(make_state())).step == 3
 
 
+@pytest.mark.parametrize(("other", "kind"), [(1, ValueError), (2, errors.TrainingError)])
+def test_all_hosts_take_a_checkpoint_for_what_it_is_to_one(monkeypatch, other, kind):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        reading.multihost_utils, "process_allgather", lambda own: np.array([own, other])
+    )
+    with pytest.raises(kind, match="by process 1") as caught:
+        reading.on_all_hosts(lambda: None)
+    assert type(caught.value) is kind
+
+
 def test_no_value_is_forgotten_because_a_checkpoint_may_not_be_read(
     open_run, tmp_path, monkeypatch
 ):

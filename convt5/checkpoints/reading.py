@@ -143,7 +143,8 @@ def step_of(folder: epath.PathLike) -> int:
     """Returns the step of a checkpoint, even if its folder was renamed or copied."""
     folder = epath.Path(folder)
     # Elsewhere a number may be any name, such as that of the third model.
-    if _is_step(folder.name) and folder.parent.name == "checkpoints":
+    is_in_run = folder.parent.name == "checkpoints" or not (folder / "optimizer").exists()
+    if _is_step(folder.name) and is_in_run:
         return int(folder.name)
     shapes = {"step": record.parse_shape("int32[]")}
     return int(load_named(folder, shapes, part="optimizer")["step"])
