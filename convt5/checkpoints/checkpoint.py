@@ -208,7 +208,6 @@ class Checkpointer:
         }
         with self._naming_write_errors():
             self._forget_failed()
-            # Only now: the checkpoint before is complete, and those that it replaced are deleted.
             self._check_room(params | optimizer)
             replaces = step in self._manager.all_steps()
             if replaces:
@@ -375,7 +374,10 @@ class Checkpointer:
         self._manager.reload()
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
-        """Checks free space early: the writer takes minutes to fail, in the background."""
+        """Checks free space early: the writer takes minutes to fail, in the background.
+
+        The checkpoint before must be complete, so that those that it replaced are deleted.
+        """
         if atomic_files.is_remote(self.directory):
             return
         atomic_files.make_folder(self.directory)
