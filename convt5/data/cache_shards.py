@@ -81,7 +81,7 @@ class ShardedCache:
             unfinished.mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, cached_data.take(unfinished, folder))
             identity = unfinished / _IDENTITY_FILE
-            if foreign_files.find_json(identity) != json.loads(self._identity):
+            if foreign_files.recorded_json(identity) != json.loads(self._identity):
                 cached_data.clear(unfinished)
                 atomic_files.replace_text(identity, self._identity)
         except OSError as error:

@@ -486,13 +486,13 @@ class Writer:
     def _begun(self, identity: str | None) -> dict[str, Any]:
         """Returns what an unfinished cache of the same data has recorded."""
         new = {"identity": identity, "splits": {}}
-        recorded = foreign_files.find_json(self._unfinished / _PROGRESS_FILE) or {}
+        recorded = foreign_files.recorded_json(self._unfinished / _PROGRESS_FILE) or {}
         if identity is None or recorded.get("identity") != identity:
             return new
         try:
             _check_progress(recorded["splits"])
             _check_files(self._unfinished, recorded["splits"])
-        except (LookupError, TypeError, AttributeError, ValueError, OSError):
+        except (LookupError, TypeError, AttributeError, ValueError):
             return new
         return recorded
 
