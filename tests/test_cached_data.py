@@ -1,6 +1,7 @@
 """Caches: the same rows as were made, in an order that can be resumed, and damage that is named."""
 
 import dataclasses
+import errno
 import functools
 import gc
 import itertools
@@ -25,6 +26,7 @@ from convt5.data.counts import Counts
 from convt5.data.mixing import BlockPlace
 from convt5.data.row_order import RowOrder
 from convt5.data.rows import Examples, Ragged, RowLayout
+from convt5.runtime import foreign_files
 from convt5.text import task_format
 from convt5.training.trainer import TrainRun
 
@@ -359,6 +361,45 @@ def test_a_cache_that_a_killed_process_began_is_gone_on_with(tmp_path, monkeypat
         assert there.num_read == 0
         del writer
         gc.collect()
+
+
+def test_what_a_kill_left_half_written_is_no_part_of_a_cache(tmp_path):
+    writer = begin(tmp_path)
+    list(writer.write("train", [made()]))
+    (tmp_path / ".cache.unfinished" / f".{'0' * 16}.partial").write_text("half")
+    del writer
+    gc.collect()
+    writer = begin(tmp_path)
+    assert writer.written("train").is_complete
+    writer.finish(made_from={})
+    assert sorted(os.listdir(tmp_path / "cache")) == ["cache.json", "train"]
+
+
+@pytest.mark.parametrize("begun", ["cache", "shards"])
+def test_rows_are_not_made_again_because_their_progress_cannot_be_read(
+    tmp_path, monkeypatch, begun
+):
+    def fail(path, most):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    def begin_again():
+        if begun == "cache":
+            return begin(tmp_path)
+        return cache_shards.ShardedCache(str(tmp_path / "cache"), 2, "same")
+
+    begin_again()
+    gc.collect()
+    if begun == "cache":
+        list(begin(tmp_path).write("train", [made()]))
+        gc.collect()
+    (unfinished := tmp_path / ".cache.unfinished" / "made").write_text("rows")
+    with monkeypatch.context() as patch:
+        patch.setattr(foreign_files, "read_bytes", fail)
+        with pytest.raises(errors.UserError, match="Input/output error"):
+            begin_again()
+    gc.collect()
+    begin_again()
+    assert unfinished.read_text() == "rows"
 
 
 def test_a_cache_that_another_has_made_meanwhile_is_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import json
 import os
@@ -264,6 +265,18 @@ def test_a_full_disk_is_noticed_before_writing(open_run, monkeypatch):
         save_steps(checkpointer, 1)
 
 
+def test_room_is_looked_for_once_the_checkpoint_before_is_complete(open_run, monkeypatch):
+    found = []
+
+    def disk_usage(folder):
+        found.append(sorted(os.listdir(folder)))
+        return types.SimpleNamespace(free=2**30)
+
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", disk_usage)
+    save_steps(open_run(keep_last=1), 1, 2, 3, 4)
+    assert found == [[], ["1"], ["2"], ["3"]]
+
+
 def test_every_multiple_asked_for_is_kept(open_run, tmp_path):
     save_steps(open_run(keep_last=1, keep_best=0, keep_every_steps=2), 1, 2, 3, 4, 5)
     kept = {p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()}
@@ -360,6 +373,60 @@ def test_a_run_never_starts_over_silently_when_all_checkpoints_are_damaged(open_
     ):
         open_run().restore(abstract(make_state()))
     assert (tmp_path / "checkpoints" / "1").is_dir()
+
+
+OF_THE_PROCESS = [
+    PermissionError(errno.EACCES, os.strerror(errno.EACCES), "about"),
+    ValueError("PERMISSION_DENIED: Error opening 'zarr' driver"),
+    OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    MemoryError(),
+    RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes."),
+]
+
+
+@pytest.mark.parametrize("failure", OF_THE_PROCESS, ids=repr)
+def test_a_checkpoint_that_only_this_process_cannot_read_is_not_damaged(
+    open_run, tmp_path, monkeypatch, failure
+):
+    def fail(folder, *_):
+        raise failure
+
+    save_steps(open_run(), 1, 2)
+    checkpointer = open_run()
+    for place in ("_check_files", "_check_arrays"):
+        with monkeypatch.context() as patch:
+            patch.setattr(reading, place, fail)
+            with pytest.raises(errors.TrainingError, match=r"cannot be read .* may be whole"):
+                checkpointer.restore(abstract(make_state()))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_check_positions", fail)
+        with pytest.raises(errors.TrainingError, match=r"cannot be read .* may be whole"):
+            save_steps(checkpointer, 3)
+    assert not (tmp_path / "damaged").exists()
+    assert open_run().restore(abstract(make_state())).step == 3
+
+
+@pytest.mark.parametrize(("other", "kind"), [(1, ValueError), (2, errors.TrainingError)])
+def test_all_hosts_take_a_checkpoint_for_what_it_is_to_one(monkeypatch, other, kind):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        reading.multihost_utils, "process_allgather", lambda own: np.array([own, other])
+    )
+    with pytest.raises(kind, match="by process 1") as caught:
+        reading.on_all_hosts(lambda: None)
+    assert type(caught.value) is kind
+
+
+def test_no_value_is_forgotten_because_a_checkpoint_may_not_be_read(
+    open_run, tmp_path, monkeypatch
+):
+    def fail(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    save_steps(open_run(), 1, 2, losses=[1.0, 2.0])
+    monkeypatch.setattr(record, "read", fail)
+    with pytest.raises(errors.TrainingError, match=r"cannot be read .* may be whole"):
+        open_run()
 
 
 def test_half_written_checkpoints_are_not_seen_and_are_removed(open_run, tmp_path):
@@ -516,6 +583,15 @@ def test_a_checkpoint_in_a_bucket_survives_a_kill_while_it_is_moved(bucket, monk
             assert not (bucket / "replaced").exists()
     with contextlib.closing(run_in_bucket()) as run:
         assert_same(run.restore(abstract(make_state())).state, make_state(4))
+
+
+def test_a_copy_under_another_number_keeps_its_step(open_run, tmp_path):
+    save_steps(open_run(), 7)
+    shutil.copytree(tmp_path / "checkpoints" / "7", tmp_path / "3")
+    assert reading.step_of(tmp_path / "3") == 7
+    state = make_state()
+    read = checkpoint.read_state(tmp_path / "3", abstract(state), model_config=ModelConfig())
+    assert read.step == 7
 
 
 def test_a_single_checkpoint_is_not_taken_for_another_step(open_run, tmp_path, monkeypatch):

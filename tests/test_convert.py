@@ -1,6 +1,7 @@
 """`python -m convt5.convert`: whole directories or nothing, and runs that start from them."""
 
 import json
+import os
 import pathlib
 import shutil
 import warnings
@@ -211,6 +212,26 @@ def test_two_conversions_into_one_directory_do_not_mix(tmp_path):
     ):
         pytest.fail("the second conversion began")
     assert (tmp_path / "run").is_dir()
+
+
+def test_a_conversion_is_on_the_disk_and_its_own_until_it_is_in_its_place(tmp_path, monkeypatch):
+    synced, rename = [], os.rename
+
+    def put(partial, destination):
+        assert (partial / "inside" / "weights").stat().st_ino in synced
+        with (
+            pytest.raises(UserError, match=r"output_dir=.* is in use"),
+            converting.new_directory(destination),
+        ):
+            pytest.fail("another conversion began, and removed what is put there")
+        rename(partial, destination)
+
+    with converting.new_directory(tmp_path / "run") as folder:
+        (folder / "inside").mkdir()
+        (folder / "inside" / "weights").write_text("whole")
+        monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+        monkeypatch.setattr(os, "rename", put)
+    assert entries(tmp_path / "run") == {"inside"}
 
 
 def test_an_output_directory_in_use_is_left_alone(capsys, checkpoint, tmp_path):

@@ -207,8 +207,8 @@ class Checkpointer:
             "progress": dict(progress or {}),
         }
         with self._naming_write_errors():
-            self._check_room(params | optimizer)
             self._forget_failed()
+            self._check_room(params | optimizer)
             replaces = step in self._manager.all_steps()
             if replaces:
                 self._move_aside(step)
@@ -260,6 +260,7 @@ class Checkpointer:
 
         Raises:
             UserError: it belongs to another architecture or optimizer, or none is readable.
+            TrainingError: this process lacks memory or the permission to read it.
         """
         self.wait()  # A checkpoint that is still being written is listed, but incomplete.
         if jax.process_count() == 1 and not reading.steps_in(self.directory):
@@ -346,6 +347,8 @@ class Checkpointer:
         try:
             read_back.check(folder, saved.about, parts)
             reading.on_all_hosts(lambda: _check_positions(folder, saved.data))
+        except errors.TrainingError:  # It may be whole.
+            raise
         except Exception as error:  # Readers fail in many ways on damaged files.
             with self._naming_write_errors():
                 self._set_aside([saved.step])
@@ -371,7 +374,10 @@ class Checkpointer:
         self._manager.reload()
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
-        """Checks free space early: the writer takes minutes to fail, in the background."""
+        """Checks free space early: the writer takes minutes to fail, in the background.
+
+        The checkpoint before must be complete, so that those that it replaced are deleted.
+        """
         if atomic_files.is_remote(self.directory):
             return
         atomic_files.make_folder(self.directory)
@@ -626,7 +632,9 @@ def _best(folder: epath.Path) -> dict[str, Any]:
     """Returns what a checkpoint records of its metric; empty if not measured, or damaged."""
     try:
         best = record.read(folder).get("best")
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError) as error:
+        if refused := reading.of_process(error):
+            raise refused from error  # A value that is forgotten lets the best one be deleted.
         return {}
     if isinstance(best, dict) and isinstance(best.get("value"), int | float):
         return best

@@ -5,6 +5,7 @@ the file that is written last.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -29,6 +30,9 @@ EMA = "ema"
 """Name of the model average, in the state and beside the optimizer state on disk."""
 
 T = TypeVar("T")
+
+_OF_PROCESS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_REFUSALS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", *map(os.strerror, _OF_PROCESS))
 
 
 def find_checkpoint(path: epath.PathLike, *, step: int | None = None) -> epath.Path:
@@ -137,9 +141,11 @@ def check_average(folder: epath.PathLike) -> None:
 
 def step_of(folder: epath.PathLike) -> int:
     """Returns the step of a checkpoint, even if its folder was renamed or copied."""
-    name = epath.Path(folder).name
-    if _is_step(name):
-        return int(name)
+    folder = epath.Path(folder)
+    # Elsewhere a number may be any name, such as that of the third model.
+    is_in_run = folder.parent.name == "checkpoints" or not (folder / "optimizer").exists()
+    if _is_step(folder.name) and is_in_run:
+        return int(folder.name)
     shapes = {"step": record.parse_shape("int32[]")}
     return int(load_named(folder, shapes, part="optimizer")["step"])
 
@@ -254,6 +260,9 @@ def on_all_hosts(read: Callable[[], T]) -> T:
     """Calls `read`, and raises on all hosts if it fails on one.
 
     A file may be damaged for one host only, but all hosts must use the same checkpoint.
+
+    Raises:
+        TrainingError: as `of_process`.
     """
     result, failure = None, None
     try:
@@ -261,15 +270,30 @@ def on_all_hosts(read: Callable[[], T]) -> T:
     except errors.UserError:
         raise
     except Exception as error:  # Damaged files raise many kinds of errors.
-        failure = error
+        failure = of_process(error) or error
     if jax.process_count() > 1:
-        failed = multihost_utils.process_allgather(np.array(failure is not None))
-        if failed.any() and failure is None:
-            hosts = ", ".join(map(str, np.flatnonzero(failed)))
-            failure = ValueError(f"it cannot be read by process {hosts}")
+        # 0: it was read; 1: it is damaged; 2: it may be whole.
+        own = int(failure is not None) + isinstance(failure, errors.TrainingError)
+        found = np.asarray(multihost_utils.process_allgather(np.array(own)))
+        if found.max() > own:
+            hosts = ", ".join(map(str, np.flatnonzero(found == found.max())))
+            kind = errors.TrainingError if found.max() == 2 else ValueError
+            failure = kind(f"a checkpoint cannot be read by process {hosts}")
     if failure is not None:
         raise failure
     return cast(T, result)
+
+
+def of_process(error: Exception) -> errors.TrainingError | None:
+    """Returns the user error for what this process lacks to read a checkpoint; None for damage."""
+    is_refused = isinstance(error, MemoryError) or getattr(error, "errno", None) in _OF_PROCESS
+    if not is_refused and not any(refusal in str(error) for refusal in _REFUSALS):
+        return None
+    return errors.TrainingError(
+        f"a checkpoint cannot be read ({first_line(error)}), though it may be whole; change its "
+        "permissions, free memory, or raise the number of open files (`ulimit -n`), then repeat "
+        "the command."
+    )
 
 
 def _about(folder: epath.PathLike) -> dict[str, Any]:
@@ -285,7 +309,7 @@ def _naming_read_errors(folder: epath.PathLike) -> Iterator[None]:
     except errors.UserError:
         raise
     except Exception as error:  # Readers fail in many ways on damaged files.
-        raise errors.UserError(
+        raise of_process(error) or errors.UserError(
             f"{folder} cannot be read: {first_line(error)}. It is damaged, or was removed; "
             "choose another step, or restore a good copy."
         ) from error

@@ -67,7 +67,8 @@ class ShardedCache:
         root, first = pathlib.Path(self._root), pathlib.Path(self.shard(0))
         for name in (VOCABULARY_FILE, SIZES_FILE):
             if (first / name).exists():
-                shutil.copyfile(first / name, root / name)
+                with atomic_files.replacing(root / name) as partial:
+                    shutil.copyfile(first / name, partial)
         atomic_files.replace_text(root / ABOUT_FILE, text)
         cached_data.publish(root, pathlib.Path(self._folder))
         (pathlib.Path(self._folder) / _IDENTITY_FILE).unlink()
@@ -80,7 +81,7 @@ class ShardedCache:
             unfinished.mkdir(parents=True, exist_ok=True)
             weakref.finalize(self, os.close, cached_data.take(unfinished, folder))
             identity = unfinished / _IDENTITY_FILE
-            if foreign_files.find_json(identity) != json.loads(self._identity):
+            if foreign_files.recorded_json(identity) != json.loads(self._identity):
                 cached_data.clear(unfinished)
                 atomic_files.replace_text(identity, self._identity)
         except OSError as error:

@@ -486,13 +486,13 @@ class Writer:
     def _begun(self, identity: str | None) -> dict[str, Any]:
         """Returns what an unfinished cache of the same data has recorded."""
         new = {"identity": identity, "splits": {}}
-        recorded = foreign_files.find_json(self._unfinished / _PROGRESS_FILE) or {}
+        recorded = foreign_files.recorded_json(self._unfinished / _PROGRESS_FILE) or {}
         if identity is None or recorded.get("identity") != identity:
             return new
         try:
             _check_progress(recorded["splits"])
             _check_files(self._unfinished, recorded["splits"])
-        except (LookupError, TypeError, AttributeError, ValueError, OSError):
+        except (LookupError, TypeError, AttributeError, ValueError):
             return new
         return recorded
 
@@ -631,6 +631,8 @@ def publish(unfinished: pathlib.Path, folder: pathlib.Path) -> None:
 def take(unfinished: pathlib.Path, folder: pathlib.Path) -> int:
     """Locks a folder that becomes `folder` against other processes, until the result is closed.
 
+    Removes temporary files of killed processes, which would become part of the cache.
+
     Raises:
         UserError: another process makes it.
     """
@@ -641,6 +643,7 @@ def take(unfinished: pathlib.Path, folder: pathlib.Path) -> int:
             f"output_dir={folder} is being made by another process; wait for it to end, "
             "or name another folder."
         )
+    atomic_files.remove_left_overs(unfinished)
     return lock
 
 

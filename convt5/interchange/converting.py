@@ -240,10 +240,14 @@ def new_directory(destination: pathlib.Path) -> Iterator[pathlib.Path]:
 def _put(partial: pathlib.Path, destination: pathlib.Path, opened: int) -> None:
     """Renames a complete folder, unless it was replaced; `opened` is its file descriptor."""
     try:
+        atomic_files.sync(partial)
         atomic_files.check_same(opened, partial)
-        (partial / "lock").unlink(missing_ok=True)
         os.rename(partial, destination)
+        # Only now: without it, another conversion would begin, and empty the folder first.
+        (destination / "lock").unlink(missing_ok=True)
     except OSError as error:
+        if errors.of_full_disk(error):
+            raise
         raise errors.TrainingError(
             f"output_dir={destination} cannot be put in its place ({error.strerror}: "
             f"{error.filename}), which was changed during the conversion; repeat the command, or "

@@ -73,6 +73,20 @@ def replace_text(path: AnyPath, text: str) -> None:
         partial.write_bytes(text.encode())
 
 
+def sync(folder: pathlib.Path) -> None:
+    """Puts the files of a folder on the disk, before its name says that it is whole.
+
+    Otherwise the name may outlive them when the machine stops.
+    """
+    for path in folder.rglob("*"):
+        if kind(path) == "a file":
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+
 def check_replaceable(path: pathlib.Path) -> None:
     """Raises `OSError` where a local file could not be replaced later; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

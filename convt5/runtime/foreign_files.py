@@ -92,9 +92,20 @@ def read_json(path: epath.PathLike, *, remedy: str, most_bytes: int = MOST_JSON_
 
 def find_json(path: epath.PathLike) -> dict[str, Any] | None:
     """Returns the JSON object in a small file; None if it is missing or unreadable."""
+    with contextlib.suppress(OSError):
+        return recorded_json(path)
+    return None
+
+
+def recorded_json(path: epath.PathLike) -> dict[str, Any] | None:
+    """Returns the JSON object in a small file; None if it is missing or damaged.
+
+    Raises:
+        OSError: it is there, and cannot be read. What it tells of may be whole.
+    """
     try:
         return parse_json(read_bytes(path, MOST_JSON_BYTES), kind=dict)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 
