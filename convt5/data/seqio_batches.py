@@ -208,7 +208,9 @@ class DataConfig:
         if inputs is None or targets is None:
             return None
         return vocabulary_files.KeptText(
-            inputs, targets, features["inputs"].add_eos, self.encoder_length, self.decoder_length
+            *(inputs, targets, features["inputs"].add_eos, self.encoder_length),
+            decoder_length=self.decoder_length,
+            holds_sentinels=any(each.makes_sentinels for each in self.task_formats()),
         )
 
     def task_formats(self) -> tuple[TaskFormat, ...]:
