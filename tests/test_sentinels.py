@@ -20,6 +20,7 @@ from convt5 import data, errors
 from convt5.evaluation import predictor, task_data
 from convt5.generation import samples
 from convt5.text import sentinels, vocabulary_files
+from convt5.training import data_checks
 
 MARKS = [f"<extra_id_{i}>" for i in range(4)]
 
@@ -158,6 +159,20 @@ def of_bytes(task, num_sentinels):
     return seqio.get_mixture_or_task(task).replace(output_features=features)
 
 
+def rows_of_bytes(task, num_sentinels):
+    return data.DataConfig(
+        mixture=of_bytes(task, num_sentinels), batch_size=1, encoder_length=64, decoder_length=32
+    )
+
+
+def test_spans_measure_a_run_with_the_sentinels_of_its_training():
+    same, other = (rows_of_bytes("pydoc_span_corruption", count) for count in (7, 9))
+    data_checks.check_same_vocabulary(same, {"eval_data": same, "none": None})
+    data_checks.check_same_vocabulary(same, {"eval_data": rows_of_bytes("gap_copy", 9)})
+    with pytest.raises(errors.UserError, match=r"eval_data: .*, 9 sentinels.*, 7 sentinels"):
+        data_checks.check_same_vocabulary(same, {"eval_data": other})
+
+
 @pytest.mark.parametrize(
     ("task", "num_sentinels", "told"),
     [("gap_copy", 7, 0), ("pydoc_span_corruption", 0, 0), ("pydoc_prefix_lm", 7, 2)],
@@ -166,9 +181,7 @@ def test_training_on_spans_tells_of_other_sentinels_than_the_models(
     tmp_path, caplog, task, num_sentinels, told
 ):
     keep_bytes(tmp_path, 0)
-    rows = data.DataConfig(
-        mixture=of_bytes(task, num_sentinels), batch_size=1, encoder_length=64, decoder_length=32
-    )
+    rows = rows_of_bytes(task, num_sentinels)
     vocabulary_files.check_same_ids(rows.kept_text(), tmp_path, where="InitFrom", remedy="")
     assert caplog.text.count("as id 258, but it is 265 in this run") == told
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from convt5.errors import checks
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling.architecture import ConvT5Config
+from convt5.text import vocabulary_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,15 @@ class TaskEval:
         task = task_data.find_task(self.task)
         if not task.requires_caching:
             train.check_held_out([task], self.split)
+
+    def kept_text(self) -> vocabulary_files.KeptText | None:
+        """Returns the text of each token id; None if no vocabulary file can express it."""
+        from convt5.evaluation import task_data
+
+        task = task_data.find_task(self.task)
+        text = vocabulary_files.of_features(task.output_features)
+        has_sentinels = task_data.find_format(task).makes_sentinels
+        return text and text._replace(holds_sentinels=has_sentinels)
 
     def _find_task(self, model: ConvT5Config) -> Any:
         from convt5.evaluation import task_data

@@ -235,6 +235,14 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
         return KeptVocabulary("sentencepiece", num_sentinels, opened.read())
 
 
+def of_features(features: Mapping[str, Any]) -> KeptText | None:
+    """Returns the vocabularies of a seqio task; None if no vocabulary file can express one."""
+    inputs, targets = (of(features[name].vocabulary) for name in ("inputs", "targets"))
+    if inputs is None or targets is None:
+        return None
+    return KeptText(inputs, targets, features["inputs"].add_eos)
+
+
 def same_pieces(one: bytes, other: bytes) -> bool:
     """Returns whether two SentencePiece models have the same pieces, apart from sentinels."""
     try:
@@ -244,7 +252,7 @@ def same_pieces(one: bytes, other: bytes) -> bool:
 
 
 def of_data(data: Any) -> KeptText | None:
-    """Returns the vocabularies of the rows of a `data.DataConfig` or of a cache.
+    """Returns the vocabularies of the rows of a `data.DataConfig`, a cache, or a task.
 
     Returns None for data that is not text, or whose vocabulary is unknown.
     """
