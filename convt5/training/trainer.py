@@ -146,7 +146,7 @@ class TrainRun(StepConfig, Intervals):
 
     def check_same_vocabulary(self) -> None:
         """Raises `UserError` if an evaluation has another vocabulary than the training data."""
-        measured = {f"task_evals {task.name!r}": task for task in self.task_evals}
+        measured: dict[str, Any] = {f"task_evals {task.name!r}": task for task in self.task_evals}
         measured["eval_data"] = self.eval_data
         data_checks.check_same_vocabulary(self.train_data, measured)
 
