@@ -29,10 +29,11 @@ Example = Mapping[str, str | list[str]]
 
 SUFFIXES = (".jsonl", ".tsv", ".csv")
 _SPLIT_NAMES = {
+    **{name: name for name in ("train", "validation", "test")},
     **dict.fromkeys(("dev", "valid", "val", "dev_matched", "validation_matched"), "validation"),
     "dev_mismatched": "validation_mismatched",
 }
-"""Splits by file name; MultiNLI's two validation sets are named as in TFDS."""
+"""Splits by name, in any case; MultiNLI's two validation sets are named as in TFDS."""
 
 _SHARD = re.compile(r"-\d+-of-\d+(?=\.|$)")
 _QUOTED = re.compile(r'"[^"]*(?:""[^"]*)+"', re.DOTALL)
@@ -147,7 +148,13 @@ def find_splits(path: Path) -> dict[str, list[str]]:
                 "path={} names no split; set it to a folder, or to files by split, such as "
                 "{'train': 'train.jsonl', 'validation': 'dev.jsonl'}."
             )
-        return {split: local_files.find(files) for split, files in path.items()}
+        splits = {_split(name): local_files.find(files) for name, files in path.items()}
+        if len(splits) < len(path):
+            raise errors.UserError(
+                f"path={dict(path)} names a split twice; the names of 'validation' are "
+                f"{[name for name in _SPLIT_NAMES if _split(name) == 'validation']}, in any case."
+            )
+        return splits
     if isinstance(path, str | os.PathLike):
         found = local_files.in_folder(path)
         if found is not None:
@@ -160,16 +167,15 @@ def _splits_of_folder(folder: str, found: list[str]) -> dict[str, list[str]]:
     found = sorted(found, key=lambda file: file.split(os.sep))
     files = [file for file in found if _suffix(file)]
     local_files.check(files)
-    first: dict[tuple[str, str], str] = {}
-    for file in files:
-        split, part = _split_and_part(file, folder)
-        other = first.setdefault((split, part), file)
-        if other != file:
-            raise errors.UserError(
-                f"files {other!r} and {file!r} hold the same rows of split={split!r} by "
-                "their names, which would be read twice; remove one, or put both into a folder "
-                f"{split!r} under different names."
-            )
+    places = {file: _place(file, folder) for file in files}
+    if same := local_files.same_rows(places):
+        (split, _), _ = places[same[0]]
+        raise errors.UserError(
+            f"files {same[0]!r} and {same[1]!r} hold the same rows of split={split!r} by "
+            "their names, which would be read twice; remove one, or put both into a folder "
+            f"{split!r} under different names."
+        )
+    for file, ((split, _), _) in places.items():
         splits.setdefault(split, []).append(file)
     splits = {split: local_files.distinct(names) for split, names in splits.items()}
     if not splits:
@@ -180,8 +186,7 @@ def _splits_of_folder(folder: str, found: list[str]) -> dict[str, list[str]]:
     unread = [
         (file, split)
         for file in found
-        if not _suffix(file)
-        and (split := _split_and_part(file, folder)[0]) in {"validation", *splits}
+        if not _suffix(file) and (split := _place(file, folder)[0][0]) in {"validation", *splits}
     ]
     for file, split in unread:
         if split not in splits:  # Rows of "train" would be held out in its place.
@@ -197,14 +202,18 @@ def _splits_of_folder(folder: str, found: list[str]) -> dict[str, list[str]]:
     return splits
 
 
-def _split_and_part(file: str, folder: str) -> tuple[str, str]:
-    """Returns the split of a file in a folder, and which part of it, from its name."""
+def _split(name: str) -> str:
+    return _SPLIT_NAMES.get(name.lower(), name)
+
+
+def _place(file: str, folder: str) -> tuple[tuple[str, str], str]:
+    """Returns the split of a file in a folder, which part of it, and of a numbered set which."""
     path = file.removeprefix(folder).lstrip(os.sep)
     shards = "".join(_SHARD.findall(path))
     below = local_files.without_compression(_SHARD.sub("", path))
     name, _, rest = below.removesuffix(pathlib.PurePath(below).suffix).partition(os.sep)
     name, _, part = name.partition(".")
-    return _SPLIT_NAMES.get(name, name), f"{part}{shards}/{rest}"
+    return (_split(name), f"{part}/{rest}"), shards
 
 
 def read_rows(

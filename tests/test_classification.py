@@ -614,6 +614,13 @@ def test_no_row_of_a_folder_is_read_twice(folder):
         (["train-0-of-2.csv", "train-1-of-2.csv", "dev-0-of-1.csv"], {"train": 2, "validation": 1}),
         (["dev.tsv-0-of-2", "dev.tsv-1-of-2", "b/a-0-of-1.csv"], {"validation": 2, "b": 1}),
         (["train-0-of-1.csv", "train-0-of-1.tsv"], None),
+        (["train-0-of-1.csv", "train-0-of-2.tsv", "train-1-of-2.tsv"], None),
+        (["train.csv", "train-0-of-1.tsv"], None),
+        (["train.csv", "Train.tsv"], None),
+        (
+            ["Train.csv", "DEV.tsv", "Validation_matched/a.csv", "Test.csv", "My.csv"],
+            {"train": 1, "validation": 2, "test": 1, "My": 1},
+        ),
         (
             ["train/x/a.csv", "train/y/a.csv", "dev.tsv", "b/a.csv"],
             {"train": 2, "validation": 1, "b": 1},
@@ -648,6 +655,17 @@ def test_files_may_end_in_capitals(tmp_path):
     write_rows(tmp_path / "A.JSONL", ROWS)
     task = text_classification(str(tmp_path / "A.JSONL"), LABELS, validation_fraction=0)
     assert len(texts(task)) == 3
+
+
+def test_splits_are_named_alike_in_folders_and_mappings(folder):
+    path = pathlib.Path(folder)
+    named = {"Train": path / "train.jsonl.gz", "dev": path / "dev.jsonl", "other": path}
+    assert list(tables.find_splits(named)) == ["train", "validation", "other"]
+    # Rows of "train" are not held out in place of those that are named.
+    task = paper_task("sst2", {name: named[name] for name in ("Train", "dev")})
+    assert texts(task, "validation") == texts(paper_task("sst2", folder), "validation")
+    with pytest.raises(errors.UserError, match=r"names a split twice; .*\['validation', 'dev', "):
+        tables.find_splits({"dev": path, "Validation": path})
 
 
 def test_no_split_at_all_is_told():

@@ -771,6 +771,15 @@ def test_lines_of_a_file_are_not_read_twice(tmp_path, again):
             read()
 
 
+def test_lines_of_a_set_of_files_are_not_read_beside_those_of_another(tmp_path):
+    for name in ("a-0-of-1", "a-0-of-2", "a-1-of-2"):
+        (tmp_path / f"{name}.txt").write_text("a\n")
+    source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.txt"})
+    for read in ways_to_read(text_task(some_texts).replace(source=source)):
+        with pytest.raises(errors.UserError, match=r"a-0-of-1.txt' and .*2.txt' hold .* twice"):
+            read()
+
+
 def test_lines_of_compressed_files_are_not_read_as_they_are(tmp_path):
     (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
     source = seqio.TextLineDataSource({"train": f"{tmp_path}/*.gz"})

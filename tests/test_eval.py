@@ -344,9 +344,16 @@ def test_other_inputs_than_in_training_are_noted(run_dir, tmp_path, capsys):
     shutil.copytree(run_dir, run)
     flags = [f"--checkpoint={run}", *labelled(tmp_path, "bytes")]
     same = task_format.of_template("text_classification", "text_classification text: {text}")
-    for format, is_noted in ((same, False), (dataclasses.replace(same, mark_shared=True), True)):
-        task_format.write(run, [format])
-        assert evaluation.main(flags) == 0
+    marked = dataclasses.replace(same, mark_shared=True)
+    others = [dataclasses.replace(each, task=f"other_{i}") for i, each in enumerate((marked, same))]
+    for trained, is_noted in (
+        ([same], False),
+        (others, False),
+        (others[:1], True),
+        ([marked], True),
+    ):
+        task_format.write(run, trained)
+        assert evaluation.main([*flags, "--dry_run"]) == 0
         notes = capsys.readouterr().err
         assert ("but in the training of" in notes) == is_noted
     assert "with * before words that a field shares with an earlier one, the format of" in notes
@@ -791,7 +798,13 @@ def test_results_tell_the_data_that_they_are_of(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(asked))
     for marks in (True, False):
         task_of_questions = squad.squad(tmp_path, vocabularies.characters(), mark_shared=marks)
-        assert told(task_of_questions).get("mark_shared", []) == ["squad"] * marks
+        assert told(task_of_questions)["tasks"][0].get("mark_shared", False) == marks
+    # So are labels, and how inputs are written.
+    folder = str(tmp_path / "before")
+    for settings in ({"prompt": "is it {text}"}, {"labels": ["yes", "no"]}):
+        settings = {"labels": ["no", "yes"], "validation_fraction": 0, **settings}
+        again = Results(tmp_path, told(classification.text_classification(folder, **settings)))
+        assert not again.exists("tiny_reviews", "validation", None)
     # Of results before, which do not tell, nothing else is known.
     path = results.path("tiny_reviews", "validation", None)
     path.write_text(json.dumps({"settings": {k: v for k, v in before.items() if k != "content"}}))

@@ -222,6 +222,9 @@ def test_long_inputs_are_cut_and_counted_or_refused(model):
     subject = predictor(model)
     # 30 letters and the end, of which 24 stay.
     assert subject.fit(subject.encode(long), 0) == ([*BYTES.encode("x" * 23), 1], 7)
+    given = ["short", long]
+    for results in (subject.predict(given), subject.score(given, ["no", "no"])):
+        assert [result.truncated for result in results] == [0, 7]
     with pytest.raises(UserError, match=r"input 2 has 31 tokens, but max_input_length=24"):
         predictor(model, long_inputs="refuse").predict(["short", long])
 

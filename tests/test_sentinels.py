@@ -16,9 +16,11 @@ from quick import quick
 from sentencepiece import sentencepiece_model_pb2
 
 import convt5
-from convt5.evaluation import predictor
+from convt5 import data, errors
+from convt5.evaluation import predictor, task_data
 from convt5.generation import samples
 from convt5.text import sentinels, vocabulary_files
+from convt5.training import data_checks
 
 MARKS = [f"<extra_id_{i}>" for i in range(4)]
 
@@ -141,7 +143,69 @@ def test_a_kept_vocabulary_keeps_its_sentinels(vocabulary, name, tmp_path):
     vocabulary_files.write(tmp_path / "vocabulary", vocabulary_files.KeptText(kept, kept))
     found = convt5.load_vocabulary(tmp_path)
     assert sentinels.ids_of(found) == tuple(EXPECTED[name])
+    assert kept.first_sentinel == next(iter(EXPECTED[name]), None)
     assert found.encode("the cat") == vocabulary[name].encode("the cat")
+
+
+def keep_bytes(folder, num_sentinels):
+    """Writes the vocabulary of a model of bytes."""
+    kept = vocabulary_files.of(vocabularies.characters(num_sentinels))
+    vocabulary_files.write(folder / vocabulary_files.FOLDER, vocabulary_files.KeptText(kept, kept))
+
+
+def of_bytes(task, num_sentinels):
+    feature = seqio.Feature(vocabularies.characters(num_sentinels))
+    features = dict.fromkeys(("inputs", "targets"), feature)
+    return seqio.get_mixture_or_task(task).replace(output_features=features)
+
+
+def rows_of_bytes(task, num_sentinels):
+    return data.DataConfig(
+        mixture=of_bytes(task, num_sentinels), batch_size=1, encoder_length=64, decoder_length=32
+    )
+
+
+def test_spans_measure_a_run_with_the_sentinels_of_its_training():
+    same, other = (rows_of_bytes("pydoc_span_corruption", count) for count in (7, 9))
+    data_checks.check_same_vocabulary(same, {"eval_data": same, "none": None})
+    data_checks.check_same_vocabulary(same, {"eval_data": rows_of_bytes("gap_copy", 9)})
+    with pytest.raises(errors.UserError, match=r"eval_data: .*, 9 sentinels.*, 7 sentinels"):
+        data_checks.check_same_vocabulary(same, {"eval_data": other})
+
+
+@pytest.mark.parametrize(
+    ("task", "num_sentinels", "told"),
+    [("gap_copy", 7, 0), ("pydoc_span_corruption", 0, 0), ("pydoc_prefix_lm", 7, 2)],
+)
+def test_training_on_spans_tells_of_other_sentinels_than_the_models(
+    tmp_path, caplog, task, num_sentinels, told
+):
+    keep_bytes(tmp_path, 0)
+    rows = rows_of_bytes(task, num_sentinels)
+    vocabulary_files.check_same_ids(rows.kept_text(), tmp_path, where="InitFrom", remedy="")
+    assert caplog.text.count("as id 258, but it is 265 in this run") == told
+
+
+@pytest.mark.parametrize(("num_sentinels", "first"), [(0, 258), (50, 308), (100, None)])
+def test_evaluation_on_spans_refuses_other_sentinels_than_the_models(num_sentinels, first):
+    trained = vocabulary_files.TextFeatures(*[vocabularies.characters()] * 2)
+    settings = {"vocab_size": 384, "trained": trained}
+    task_data.check_task(of_bytes("gap_copy", num_sentinels), "validation", **settings)
+    spans = of_bytes("pydoc_span_corruption", num_sentinels)
+    if first is None:
+        task_data.check_task(spans, "validation", **settings)
+        return
+    with pytest.raises(errors.UserError, match=rf"is id {first}, but .* with 100, .* id 358"):
+        task_data.check_task(spans, "validation", **settings)
+
+
+def test_a_vocabulary_named_for_a_model_with_other_sentinels_is_told(tmp_path):
+    keep_bytes(tmp_path, 0)
+    none, some = (vocabulary_files.of(vocabularies.characters(count)) for count in (0, 100))
+    assert vocabulary_files.replacement("bytes", none, tmp_path) is None
+    note = vocabulary_files.replacement("bytes", some, tmp_path)
+    assert note
+    assert "100 sentinels) replaces the vocabulary of" in note
 
 
 @pytest.mark.parametrize("name", ["t5", "up", "added", "byt5", "bytes"])

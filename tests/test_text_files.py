@@ -341,6 +341,20 @@ def test_a_file_beside_its_compressed_copy_is_refused(tmp_path, read, pattern):
         read(tmp_path / pattern)
 
 
+@pytest.mark.parametrize(
+    "other", ["train.jsonl", "train-0-of-1.jsonl", "train-00000-of-00002.jsonl"]
+)
+@pytest.mark.parametrize("read", [local_files.find, tables.find_splits])
+def test_numbered_files_beside_those_of_another_set_are_refused(tmp_path, read, other):
+    for name in ("train-0-of-2.jsonl", "train-1-of-2.jsonl.gz", "other-0-of-3.jsonl"):
+        (tmp_path / name).touch()
+    read(tmp_path)
+    (tmp_path / other).touch()
+    for pattern in ("", "train*"):
+        with pytest.raises(errors.UserError, match=r"hold the same rows .*read twice; remove"):
+            read(tmp_path / pattern)
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 @pytest.mark.parametrize("pattern", ["", "*", "train.jsonl"])
 @pytest.mark.parametrize("read", [local_files.find, tables.find_splits])

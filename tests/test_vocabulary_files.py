@@ -227,6 +227,39 @@ def gin_file(folder, name, *, rows, model, extra=""):
     return str(path)
 
 
+MEASURED_TASK = """
+from convt5 import evaluation
+trainer.train.task_evals = [@evaluation.TaskEval()]
+evaluation.TaskEval.task = @of_task/classification.text_classification()
+of_task/classification.text_classification.vocabulary = None
+evaluation.TaskEval.split = 'train'
+trainer.train.eval_data = @data.DataConfig()
+trainer.train.eval_num_batches = 1
+evaluation.TaskEval.max_input_length = 20
+evaluation.TaskEval.max_length = 8
+"""
+EVAL_DATA = """
+trainer.train.eval_data = @of_spans/data.DataConfig()
+of_spans/data.DataConfig.mixture = 'pydoc_span_corruption'
+trainer.train.eval_num_batches = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("task_evals 'task'", MEASURED_TASK), ("eval_data", EVAL_DATA)]
+)
+def test_a_model_is_not_measured_with_another_vocabulary_than_it_is_trained_with(
+    tmp_path, words, name, extra
+):
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"text": "the cat", "label": "yes"}\n' * 2)
+    file = gin_file(tmp_path, "other", rows=rows, model=words, extra=extra)
+    found = rf"{name}: its inputs have the vocabulary characters .* train_data have sentencepiece"
+    for flags in (["--dry_run"], []):
+        with pytest.raises(errors.UserError, match=found):
+            train.main([f"--gin_file={file}", *flags])
+
+
 @pytest.fixture
 def trained(original, tmp_path):
     """A copy of the run."""

@@ -112,9 +112,13 @@ class CachedDataConfig:
             except (OSError, ValueError) as error:
                 raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
         kept = vocabulary_files.KeptVocabulary(kind, num_sentinels, model)
-        add_eos = not any("inputs" in task.without_end for task in self.task_formats())
-        text = vocabulary_files.KeptText(kept, kept, add_eos)
-        return text._replace(encoder_length=self.encoder_length, decoder_length=self.decoder_length)
+        formats = self.task_formats()
+        return vocabulary_files.KeptText(
+            *(kept, kept, not any("inputs" in task.without_end for task in formats)),
+            encoder_length=self.encoder_length,
+            decoder_length=self.decoder_length,
+            holds_sentinels=any(task.makes_sentinels for task in formats),
+        )
 
     def task_formats(self) -> tuple[task_format.TaskFormat, ...]:
         """Returns the input formats of the tasks from which the cache was made."""

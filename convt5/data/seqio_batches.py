@@ -201,14 +201,11 @@ class DataConfig:
 
     def kept_text(self) -> vocabulary_files.KeptText | None:
         """Returns the text of each token id; None if no vocabulary file can express it."""
-        features = self.provider().output_features
-        inputs, targets = (
-            vocabulary_files.of(features[name].vocabulary) for name in ("inputs", "targets")
-        )
-        if inputs is None or targets is None:
-            return None
-        return vocabulary_files.KeptText(
-            inputs, targets, features["inputs"].add_eos, self.encoder_length, self.decoder_length
+        text = vocabulary_files.of_features(self.provider().output_features)
+        return text and text._replace(
+            encoder_length=self.encoder_length,
+            decoder_length=self.decoder_length,
+            holds_sentinels=any(each.makes_sentinels for each in self.task_formats()),
         )
 
     def task_formats(self) -> tuple[TaskFormat, ...]:

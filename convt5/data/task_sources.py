@@ -135,6 +135,7 @@ def check_files(task: seqio.Task, source: seqio.DataSource, split: str) -> None:
             f"task {task.name!r}, split={split!r}: {pattern!r} match {next(iter(twice))!r} twice, "
             "by its name or a link, and would read its rows twice; correct the patterns in it."
         )
+    local_files.check_once(files)
     if isinstance(source, seqio.TextLineDataSource):
         for name in files:
             if not local_files.is_remote(name):  # Opening many of those would take long.

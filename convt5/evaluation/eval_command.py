@@ -28,6 +28,7 @@ from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import folders, metric_names
 from convt5.runtime.progress import Progress
+from convt5.text import task_format
 from convt5.training.compilation import enable_persistent_cache
 
 if TYPE_CHECKING:
@@ -73,12 +74,11 @@ class TextPlan:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
         contents = fingerprints(self.tasks)
-        find_format = _task_data().find_format
-        marked = [task.name for task in self.tasks if find_format(task).mark_shared]
+        written = map(_task_data().find_format, self.tasks)
         return {
             **self.predict.described(),
             **({"content": contents} if contents else {}),
-            **({"mark_shared": marked} if marked else {}),
+            "tasks": task_format.as_json(list(written)),
             "num_examples": evaluate.num_examples,
             **({"every_nth": evaluate.every_nth} if evaluate.every_nth > 1 else {}),
             "predict": evaluate.predict,

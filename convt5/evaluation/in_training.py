@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from convt5.errors import checks
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling.architecture import ConvT5Config
+from convt5.text import vocabulary_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,20 @@ class TaskEval:
         Args:
             train: a `data.DataConfig`, on whose tasks the model is trained.
         """
-        from convt5.evaluation import task_data
-
-        task = task_data.find_task(self.task)
+        task = _task_data().find_task(self.task)
         if not task.requires_caching:
             train.check_held_out([task], self.split)
 
-    def _find_task(self, model: ConvT5Config) -> Any:
-        from convt5.evaluation import task_data
+    def kept_text(self) -> vocabulary_files.KeptText | None:
+        """Returns the text of each token id; None if no vocabulary file can express it."""
+        task_data = _task_data()
+        task = task_data.find_task(self.task)
+        text = vocabulary_files.of_features(task.output_features)
+        has_sentinels = task_data.find_format(task).makes_sentinels
+        return text and text._replace(holds_sentinels=has_sentinels)
 
+    def _find_task(self, model: ConvT5Config) -> Any:
+        task_data = _task_data()
         task = task_data.find_task(self.task)
         task_data.check_task(
             task, self.split, vocab_size=model.vocab_size, max_length=self.max_length
@@ -89,6 +95,13 @@ class TaskEval:
         return EvalConfig(
             split=self.split, num_examples=self.num_examples, every_nth=self.every_nth
         )
+
+
+def _task_data() -> Any:
+    """Imports TensorFlow and seqio, which only the examples of a task need."""
+    from convt5.evaluation import task_data
+
+    return task_data
 
 
 class TaskMeasure:

@@ -74,11 +74,13 @@ class TargetScore(NamedTuple):
         log_prob: log-probability of the whole target, including the end token, given the input.
         num_tokens: number of its tokens.
         objective: the training objective summed over them: -log_prob plus the regularizers.
+        truncated: number of input tokens cut off.
     """
 
     log_prob: float
     num_tokens: int
     objective: float
+    truncated: int = 0
 
 
 class Fitted(NamedTuple):
@@ -343,17 +345,18 @@ class Predictor:
                 "repeat an input that several are scored for."
             )
         numbers = range(len(sources)) if numbers is None else numbers
-        fitted = [self.fit(s, n).tokens for s, n in zip(sources, numbers, strict=True)]
+        fitted = [self.fit(s, n) for s, n in zip(sources, numbers, strict=True)]
+        tokens = [each.tokens for each in fitted]
         num_choices = max([at_least[0], *map(len, choices)])
         longest = max([at_least[1], *(len(ids) for each in choices for ids in each)])
         rows = rows or min(self.config.batch_size, decoding.bucket_size(len(fitted)))
         rows = max(1, min(rows, _CHOICES_PER_ROW * self.config.batch_size // num_choices))
         by_input: list[list[TargetScore]] = [[]] * len(fitted)
-        for batch in self._batches([len(tokens) for tokens in fitted], rows):
+        for batch in self._batches(list(map(len, tokens)), rows):
             targets = [[] if i == PADDING_ROW else choices[i] for i in batch.examples]
             scores = decoding.score(
                 self.model,
-                stack(_rows(fitted, batch), batch.length),
+                stack(_rows(tokens, batch), batch.length),
                 np.stack([stack(each, longest, rows=num_choices) for each in targets]),
                 # Those of a prediction that was cut may end with 0.
                 lengths=stack([list(map(len, each)) for each in targets], num_choices),
@@ -362,7 +365,7 @@ class Predictor:
             )
             for row, i in enumerate(batch.examples):
                 if i != PADDING_ROW:
-                    by_input[i] = _target_scores(scores, row, choices[i])
+                    by_input[i] = _target_scores(scores, row, choices[i], fitted[i].truncated)
             _tell(progress, batch)
         return by_input
 
@@ -419,15 +422,14 @@ class Predictor:
         choice_scores = self.score_choices(
             sources, [self._labels] * len(sources), numbers=numbers, rows=rows, progress=progress
         )
-        limit = self._lengths["inputs"]
         return [
             _ranking(
                 self.format.labels,
                 self._labels,
                 [score.log_prob for score in scores],
-                max(0, len(source) - limit),
+                scores[0].truncated,
             )
-            for source, scores in zip(sources, choice_scores, strict=True)
+            for scores in choice_scores
         ]
 
     def _prediction(self, found: decoding.Found, row: int, cut: int) -> Prediction:
@@ -620,10 +622,10 @@ def _ranking(
 
 
 def _target_scores(
-    scores: decoding.Scores, row: int, choices: Sequence[Sequence[int]]
+    scores: decoding.Scores, row: int, choices: Sequence[Sequence[int]], cut: int
 ) -> list[TargetScore]:
     parts = zip(choices, scores.log_probs[row], scores.objectives[row], strict=False)
-    return [TargetScore(float(log_prob), len(ids), float(x)) for ids, log_prob, x in parts]
+    return [TargetScore(float(log_prob), len(ids), float(x), cut) for ids, log_prob, x in parts]
 
 
 def _rows(values: Sequence[Sequence[int]], batch: Batch) -> list[Sequence[int]]:

@@ -17,7 +17,7 @@ from convt5.evaluation.predictor import TextVocabulary
 from convt5.evaluation.registry import find_registered
 from convt5.evaluation.run_settings import check_readable
 from convt5.tasks import formats, label_checks
-from convt5.text import vocabulary_files
+from convt5.text import sentinels, vocabulary_files
 from convt5.text.task_format import TaskFormat
 from convt5.text.vocabulary_files import TextFeatures, same_pieces
 
@@ -120,6 +120,7 @@ def check_task(
                 f"trained with {_describe(known)}; the ids would stand for other text. Give the "
                 "task the model's vocabulary, or evaluate a model with the task's vocabulary."
             )
+        _check_sentinels(task, name, known)
         _check_size(task, vocabulary, vocab_size)
     if max_length is not None:
         label_checks.check_lengths(task, max_length, "max_length")
@@ -282,6 +283,19 @@ def _check_size(task: seqio.Task, vocabulary: TextVocabulary, vocab_size: int) -
         vocabulary_files.check_size(vocabulary, vocab_size)
     except errors.UserError as error:
         raise errors.UserError(f"task={task.name}: {error}") from None
+
+
+def _check_sentinels(task: seqio.Task, name: str, known: Any) -> None:
+    """Raises `UserError` if a task marks spans with other sentinels than those of a model."""
+    if known is None or not formats.of(task)[0].makes_sentinels:
+        return
+    own, trained = map(sentinels.ids_of, (task.output_features[name].vocabulary, known))
+    if own[:1] != trained[:1]:
+        raise errors.UserError(
+            f"task={task.name} has {len(own)} sentinels in its {name}, the first of which is id "
+            f"{own[0] if own else None}, but the model was trained with {len(trained)}, beginning "
+            f"with id {trained[0] if trained else None}; give the task the model's vocabulary."
+        )
 
 
 def _same_ids(one: Any, other: Any) -> bool:

@@ -15,7 +15,7 @@ import pathlib
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from convt5 import errors
@@ -35,7 +35,7 @@ _UTF_16 = tuple(
     mark.decode("utf-8", "surrogateescape") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 )
 _SHARD = re.compile(r"-\d+-of-\d+$")
-_SHARD_OF_SET = re.compile(r"(.*)-\d+-of-(\d+)(.*)", re.DOTALL)
+_SHARD_OF_SET = re.compile(r"(.*)(-\d+-of-(\d+))(.*)", re.DOTALL)
 _WHOLE_BYTES = 2**24
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 2**16
@@ -78,10 +78,10 @@ def check(names: Iterable[str]) -> None:
         names: remote files, and absolute paths of local ones.
 
     Raises:
-        UserError: one is no regular file, is an archive of others, or is there both compressed and
-            not.
+        UserError: one is no regular file or an archive of others, or two hold the same rows by
+            their names: compressed and not, or of two numbered sets of other sizes.
     """
-    plain: dict[str, str] = {}
+    names = list(names)
     for name in names:
         if not is_remote(name) and not os.path.isfile(name):
             kind = atomic_files.kind(pathlib.Path(name))
@@ -95,12 +95,42 @@ def check(names: Iterable[str]) -> None:
                 f"file {name!r} is an archive of other files, whose headers are no text; unpack it "
                 "(tar -xf), or leave it out of the path."
             )
-        other = plain.setdefault(without_compression(name), name)
+    check_once(names)
+
+
+def check_once(names: Iterable[str]) -> None:
+    """Raises `UserError` if two files hold the same rows by their names."""
+    places = {}
+    for name in names:
+        plain = without_compression(name)
+        found = _SHARD_OF_SET.fullmatch(plain)
+        places[name] = (found[1] + found[4], found[2]) if found else (plain, "")
+    if same := same_rows(places):
+        raise errors.UserError(
+            f"files {same[0]!r} and {same[1]!r} hold the same rows by their names, which would be "
+            "read twice; remove one, or rename it."
+        )
+
+
+def same_rows(places: Mapping[str, tuple[Hashable, str]]) -> tuple[str, str] | None:
+    """Returns two files that hold the same rows by their names; None without such.
+
+    Writers of numbered files leave those of an earlier set of another size where they are.
+
+    Args:
+        places: of each file, what it holds, and its number in a set, such as -00000-of-00002; ""
+            for the whole.
+    """
+    parts: dict[Hashable, dict[str, str]] = {}
+    for name, (rows, part) in places.items():
+        kept = parts.setdefault(rows, {part: name})
+        first = next(iter(kept))
+        other = kept.setdefault(part, name)
+        if other == name and first.rpartition("-")[2] != part.rpartition("-")[2]:
+            other = kept[first]
         if other != name:
-            raise errors.UserError(
-                f"files {other!r} and {name!r} hold the same rows by their names, which would be "
-                "read twice; remove one, or rename it."
-            )
+            return other, name
+    return None
 
 
 def distinct(names: Iterable[str]) -> list[str]:
@@ -136,7 +166,7 @@ def _check_held_out(train: Sequence[str], held_out: Sequence[str], split: str) -
 def num_missing_shards(names: Iterable[str]) -> int:
     """Returns how many files are absent from sets with names like part-00000-of-00002.txt."""
     places = map(_SHARD_OF_SET.fullmatch, map(without_compression, _by_place(names)))
-    sets = collections.Counter(place.group(1, 2, 3) for place in places if place)
+    sets = collections.Counter(place.group(1, 3, 4) for place in places if place)
     return sum(max(0, int(total) - found) for (_, total, _), found in sets.items())
 
 

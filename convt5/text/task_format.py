@@ -81,6 +81,11 @@ class TaskFormat:
         return tuple(dict.fromkeys(names))
 
     @property
+    def makes_sentinels(self) -> bool:
+        """Whether the task is known to mark spans with sentinels, as pre-training does."""
+        return self.sentinels and self.parts is not None
+
+    @property
     def marks(self) -> str:
         """Describes the marks of shared words after a template; empty without them."""
         return ", with * before words that a field shares with an earlier one" * self.mark_shared

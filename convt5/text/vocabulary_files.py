@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from absl import logging
 from etils import epath
 
 from convt5 import errors
@@ -73,6 +74,17 @@ class KeptVocabulary(NamedTuple):
         """The id that ends a text."""
         return 1 if self.kind == "characters" else processor_of(self.model).eos_id()
 
+    @property
+    def first_sentinel(self) -> int | None:
+        """The id of <extra_id_0>, which depends on the number of sentinels; None without any."""
+        last = sentinels.LAST_BYTE
+        if self.kind == "sentencepiece":
+            processor = processor_of(self.model)
+            own, last = sentinels.own_pieces(processor), processor.GetPieceSize() - 1
+            if own or not self.num_sentinels:
+                return own[0] if own else None
+        return last + self.num_sentinels
+
     def agrees_with(self, other: "KeptVocabulary") -> bool:
         """Returns whether ids mean the same text; the number of sentinels may differ."""
         return self.kind == other.kind and same_pieces(self.model, other.model)
@@ -85,6 +97,7 @@ class KeptText(NamedTuple):
         inputs, targets: the vocabularies, often the same.
         add_eos: whether inputs end with the end token.
         encoder_length, decoder_length: tokens per row, if known.
+        holds_sentinels: whether rows of data are known to hold sentinels; not saved.
     """
 
     inputs: KeptVocabulary
@@ -92,6 +105,7 @@ class KeptText(NamedTuple):
     add_eos: bool = True
     encoder_length: int | None = None
     decoder_length: int | None = None
+    holds_sentinels: bool = False
 
 
 @contextlib.contextmanager
@@ -131,6 +145,8 @@ def check_same_ids(
 ) -> None:
     """Raises `UserError` if a model would read and write ids that mean other text to it.
 
+    Warns if sentinels of the data have other ids.
+
     Args:
         text: the text of each id from now on; None if unknown.
         model: where the model lies, with the vocabularies that it was trained with, if known.
@@ -149,6 +165,13 @@ def check_same_ids(
                 f"({other.fingerprint}) than this run ({own.fingerprint}), so ids would stand for "
                 f"other text; give the run the vocabulary of the checkpoint, or {remedy}."
             )
+        if text.holds_sentinels and own.first_sentinel != other.first_sentinel:
+            logging.warning(
+                "%s: %s knows the sentinel <extra_id_0> of its %s as id %s, but it is %s in this "
+                "run, so its sentinels are new to the model; num_sentinels=%d makes them the same",
+                *(where, model, name, other.first_sentinel, own.first_sentinel),
+                other.num_sentinels,
+            )
 
 
 def replacement(source: str, given: KeptVocabulary | None, model: epath.PathLike) -> str | None:
@@ -165,7 +188,10 @@ def replacement(source: str, given: KeptVocabulary | None, model: epath.PathLike
         return None
     if given is None or kept is None:
         return None
-    others = [v for v in (kept.inputs, kept.targets) if not given.agrees_with(v)]
+    both = kept.inputs, kept.targets
+    others = [
+        v for v in both if not given.agrees_with(v) or given.first_sentinel != v.first_sentinel
+    ]
     if not others:
         return None
     return (
@@ -209,6 +235,14 @@ def of(vocabulary: Any) -> KeptVocabulary | None:
         return KeptVocabulary("sentencepiece", num_sentinels, opened.read())
 
 
+def of_features(features: Mapping[str, Any]) -> KeptText | None:
+    """Returns the vocabularies of a seqio task; None if no vocabulary file can express one."""
+    inputs, targets = (of(features[name].vocabulary) for name in ("inputs", "targets"))
+    if inputs is None or targets is None:
+        return None
+    return KeptText(inputs, targets, features["inputs"].add_eos)
+
+
 def same_pieces(one: bytes, other: bytes) -> bool:
     """Returns whether two SentencePiece models have the same pieces, apart from sentinels."""
     try:
@@ -218,7 +252,7 @@ def same_pieces(one: bytes, other: bytes) -> bool:
 
 
 def of_data(data: Any) -> KeptText | None:
-    """Returns the vocabularies of the rows of a `data.DataConfig` or of a cache.
+    """Returns the vocabularies of the rows of a `data.DataConfig`, a cache, or a task.
 
     Returns None for data that is not text, or whose vocabulary is unknown.
     """

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convt5 import errors
+from convt5.text import vocabulary_files
 
 Data = Mapping[str, Any]
 """Descriptions of batches by the name of their setting; None if absent."""
@@ -92,6 +93,29 @@ def check_vocabulary(model: Any, data: Data) -> None:
                     f"included, but vocab_size={limit} is the number of rows of the model's "
                     "token table; set --gin.architecture.ConvT5Config.vocab_size to at least "
                     f"{size}."
+                )
+
+
+def check_same_vocabulary(train: Any, measured: Mapping[str, Any]) -> None:
+    """Raises `UserError` if data that measures a model has other ids than what trains it.
+
+    Args:
+        train: the data that trains it.
+        measured: the data that measures it, by the name of its setting; None if absent.
+    """
+    trained = vocabulary_files.of_data(train)
+    for name, data in measured.items():
+        text = vocabulary_files.of_data(data)
+        if trained is None or text is None:
+            continue
+        for half in ("inputs", "targets"):
+            own, known = getattr(text, half), getattr(trained, half)
+            moved = text.holds_sentinels and own.first_sentinel != known.first_sentinel
+            if moved or not own.agrees_with(known):
+                raise errors.UserError(
+                    f"{name}: its {half} have the vocabulary {own.fingerprint}, but those of "
+                    f"train_data have {known.fingerprint}, so ids would stand for other text; give "
+                    "both the same vocabulary."
                 )
 
 

@@ -136,12 +136,19 @@ class TrainRun(StepConfig, Intervals):
             for task in self.task_evals:
                 if check := getattr(task, "check", None):
                     check(self.model)
+            self.check_same_vocabulary()
         self.check_files_apart()
         data_checks.check_rows(self.data)
 
     def check_files_apart(self) -> None:
         """Raises `UserError` if files of an evaluation are among those that are trained on."""
         data_checks.check_files_apart(self.train_data, self.eval_data, *self.task_evals)
+
+    def check_same_vocabulary(self) -> None:
+        """Raises `UserError` if an evaluation has another vocabulary than the training data."""
+        measured: dict[str, Any] = {f"task_evals {task.name!r}": task for task in self.task_evals}
+        measured["eval_data"] = self.eval_data
+        data_checks.check_same_vocabulary(self.train_data, measured)
 
     def has_vocabulary_here(self) -> bool:
         """Returns whether all vocabulary files exist on this machine, none in a bucket."""
@@ -272,6 +279,7 @@ class _Session:
                 num_batches=run.eval_num_batches,
             )
         self._tasks = [task.build(run.model, self._plan.mesh) for task in run.task_evals]
+        run.check_same_vocabulary()
         self._text = run.kept_text()
         self._formats = task_format.of_data(run.train_data)
         self._class_names: Sequence[str] = ()
