@@ -798,6 +798,7 @@ def test_results_tell_the_data_that_they_are_of(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(asked))
     for marks in (True, False):
         task_of_questions = squad.squad(tmp_path, vocabularies.characters(), mark_shared=marks)
+        assert told(task_of_questions).get("mark_shared", []) == ["squad"] * marks
         assert told(task_of_questions)["tasks"][0].get("mark_shared", False) == marks
     # So are labels, and how inputs are written.
     folder = str(tmp_path / "before")

@@ -74,11 +74,13 @@ class TextPlan:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
         contents = fingerprints(self.tasks)
-        written = map(_task_data().find_format, self.tasks)
+        written = list(map(_task_data().find_format, self.tasks))
+        marked = [format.task for format in written if format.mark_shared]
         return {
             **self.predict.described(),
             **({"content": contents} if contents else {}),
-            "tasks": task_format.as_json(list(written)),
+            **({"mark_shared": marked} if marked else {}),
+            "tasks": task_format.as_json(written),
             "num_examples": evaluate.num_examples,
             **({"every_nth": evaluate.every_nth} if evaluate.every_nth > 1 else {}),
             "predict": evaluate.predict,
