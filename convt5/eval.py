@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convt5.configuration import command_line
-from convt5.evaluation.flags import EMA_FLAG, PREDICT_FLAGS, TASK_FLAGS
+from convt5.evaluation.flags import CHECKPOINT_FLAG, EMA_FLAG, PREDICT_FLAGS, TASK_FLAGS
 from convt5.runtime import multi_host
 from convt5.runtime.flags import Flag
 
@@ -40,12 +40,7 @@ COMMAND = command_line.Command(
         ),
     ],
     flags=[
-        Flag(
-            "checkpoint",
-            "a run directory, one of its steps, or an exported model (default: the run_dir of "
-            "the gin files). Its config.gin is read before other gin files, unless these "
-            "describe a run.",
-        ),
+        CHECKPOINT_FLAG,
         Flag(
             "step",
             "latest (the default), best (by the run's best_metric), all, or a list of steps: "

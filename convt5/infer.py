@@ -6,7 +6,7 @@ from typing import Any
 
 from convt5 import errors
 from convt5.configuration import command_line
-from convt5.evaluation.flags import EMA_FLAG, INFER_FLAGS
+from convt5.evaluation.flags import CHECKPOINT_FLAG, EMA_FLAG, INFER_FLAGS
 from convt5.runtime import quiet_imports
 from convt5.runtime.flags import Flag
 
@@ -47,12 +47,7 @@ COMMAND = command_line.Command(
         ),
     ],
     flags=[
-        Flag(
-            "checkpoint",
-            "a run directory, one of its steps, or an exported model (default: the run_dir of "
-            "the gin files). Its config.gin is read before other gin files, unless these "
-            "describe a run.",
-        ),
+        CHECKPOINT_FLAG,
         Flag(
             "step",
             "latest (the default), best (by the run's best_metric), or a step.",

@@ -77,6 +77,12 @@ INFER_FLAGS = (
 )
 """Flags of `infer`."""
 
+CHECKPOINT_FLAG = Flag(
+    "checkpoint",
+    "a run directory, one of its steps, or an exported model (default: the run_dir of the gin "
+    "files). Its config.gin is read before other gin files, unless these describe a run.",
+)
+
 EMA_FLAG = Flag(
     "ema",
     "uses the exponential moving average of the parameters; the run must have kept one.",
