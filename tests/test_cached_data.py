@@ -315,7 +315,7 @@ def test_an_unfinished_cache_is_none(tmp_path):
     assert built(tmp_path / "cache").token_bytes is None
 
 
-def test_a_cache_that_a_killed_process_began_is_gone_on_with(tmp_path, monkeypatch):
+def test_a_cache_that_a_killed_process_began_is_gone_on_with(tmp_path, monkeypatch, caplog):
     rows = made(rows=20)
     parts = [{name: values[i : i + 4] for name, values in rows.items()} for i in range(0, 20, 4)]
 
@@ -357,10 +357,12 @@ def test_a_cache_that_a_killed_process_began_is_gone_on_with(tmp_path, monkeypat
     assert not (tmp_path / "cache" / "progress.json").exists()
     # What was begun of other data is begun anew.
     for identity in ("same", "other"):
+        assert "unfinished cache of other data" not in caplog.text
         writer, there = write("third", identity, stop_after=3)
         assert there.num_read == 0
         del writer
         gc.collect()
+    assert "third.unfinished: an unfinished cache of other data or settings" in caplog.text
 
 
 def test_what_a_kill_left_half_written_is_no_part_of_a_cache(tmp_path):

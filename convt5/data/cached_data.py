@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from convt5 import errors
 from convt5.data import counts
@@ -611,8 +612,15 @@ def not_writable(folder: os.PathLike[str] | str, error: OSError) -> errors.UserE
 
 
 def clear(unfinished: pathlib.Path) -> None:
-    """Empties a folder."""
-    for leftover in unfinished.iterdir():
+    """Empties a folder, and tells it."""
+    leftovers = list(unfinished.iterdir())
+    if leftovers:
+        logging.warning(
+            "removed what an earlier command left in %s: an unfinished cache of other data or "
+            "settings, or one without a record of its rows",
+            unfinished,
+        )
+    for leftover in leftovers:
         is_folder = atomic_files.kind(leftover) == "a folder"
         shutil.rmtree(leftover) if is_folder else leftover.unlink()
 
