@@ -275,8 +275,10 @@ def test_a_command_line_macro_that_reaches_nothing_is_told(more, bindings, why, 
 
 
 def test_a_macro_that_a_file_requires_may_be_given(write):
-    name = write("a.gin", f"{COSINE}SLOW = %gin.REQUIRED\nschedule.Constant.rate = %SLOW")
-    assert gin_config.load([name], ["SLOW=3"], roots=["%RATE"]).macro("RATE").peak == 0.5
+    required = "SLOW = %gin.REQUIRED\nSLOWER = %SLOW\nschedule.Constant.rate = %SLOWER"
+    name = write("a.gin", f"{COSINE}{required}")
+    for given in (["SLOW=3"], ["SLOW=3", "SLOWER=2"]):
+        assert gin_config.load([name], given, roots=["%RATE"]).macro("RATE").peak == 0.5
 
 
 def test_settings_of_related_programs_may_be_given(write):

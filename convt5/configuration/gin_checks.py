@@ -381,10 +381,12 @@ def ineffective_macros(
 ) -> Iterator[str]:
     """Yields macros of the command line that nothing of what is built reads.
 
-    They are no errors: an axis of a study may only label its runs. A macro that a file requires may
-    be given in any case.
+    They are no errors: an axis of a study may only label its runs. A macro that a file requires, or
+    sets to one that a file requires, may be given in any case.
     """
-    known = {s.name for s in every if not s.target and s.value == Macro(gin_files.REQUIRED)}
+    known = {gin_files.REQUIRED}
+    for _ in range(2):
+        known |= {s.name for s in every if not s.target and s.value in [*map(Macro, known)]}
     known |= {*walk.used_macros, *PROGRAM_MACROS}
     for macro in final.values():
         if macro.target is not None or macro.location.line or macro.name in known:
