@@ -114,8 +114,8 @@ class CachedDataConfig:
                 raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
         kept = vocabulary_files.KeptVocabulary(kind, num_sentinels, model)
         formats = self.task_formats()
-        return vocabulary_files.KeptText(
-            *(kept, kept, not any("inputs" in task.without_end for task in formats)),
+        return vocabulary_files.KeptText(kept, kept)._replace(
+            add_eos=not any("inputs" in task.without_end for task in formats),
             encoder_length=self.encoder_length,
             decoder_length=self.decoder_length,
             holds_sentinels=any(task.makes_sentinels for task in formats),

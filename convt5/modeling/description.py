@@ -37,7 +37,6 @@ _MIXER_FIELDS = {
 }
 """The settings of all mixing kinds, by name, which a stack passes to its layers."""
 
-
 _OF_POSITIONS: Mapping[str, Positions] = {
     "max_positions": "learned",
     "relative_buckets": "relative",

@@ -85,9 +85,12 @@ class KeptVocabulary(NamedTuple):
                 return own[0] if own else None
         return last + self.num_sentinels
 
-    def agrees_with(self, other: "KeptVocabulary") -> bool:
-        """Returns whether ids mean the same text; the number of sentinels may differ."""
-        return self.kind == other.kind and same_pieces(self.model, other.model)
+    def agrees_with(self, other: "KeptVocabulary", *, in_sentinels: bool = False) -> bool:
+        """Returns whether ids mean the same text; <extra_id_0> counts only with `in_sentinels`."""
+        if self == other:
+            return True
+        agrees = self.kind == other.kind and same_pieces(self.model, other.model)
+        return agrees and (not in_sentinels or self.first_sentinel == other.first_sentinel)
 
 
 class KeptText(NamedTuple):
@@ -165,7 +168,7 @@ def check_same_ids(
                 f"({other.fingerprint}) than this run ({own.fingerprint}), so ids would stand for "
                 f"other text; give the run the vocabulary of the checkpoint, or {remedy}."
             )
-        if text.holds_sentinels and own.first_sentinel != other.first_sentinel:
+        if not own.agrees_with(other, in_sentinels=text.holds_sentinels):
             logging.warning(
                 "%s: %s knows the sentinel <extra_id_0> of its %s as id %s, but it is %s in this "
                 "run, so its sentinels are new to the model; num_sentinels=%d makes them the same",
@@ -189,9 +192,7 @@ def replacement(source: str, given: KeptVocabulary | None, model: epath.PathLike
     if given is None or kept is None:
         return None
     both = kept.inputs, kept.targets
-    others = [
-        v for v in both if not given.agrees_with(v) or given.first_sentinel != v.first_sentinel
-    ]
+    others = [v for v in both if not given.agrees_with(v, in_sentinels=True)]
     if not others:
         return None
     return (

@@ -110,8 +110,7 @@ def check_same_vocabulary(train: Any, measured: Mapping[str, Any]) -> None:
             continue
         for half in ("inputs", "targets"):
             own, known = getattr(text, half), getattr(trained, half)
-            moved = text.holds_sentinels and own.first_sentinel != known.first_sentinel
-            if moved or not own.agrees_with(known):
+            if not own.agrees_with(known, in_sentinels=text.holds_sentinels):
                 raise errors.UserError(
                     f"{name}: its {half} have the vocabulary {own.fingerprint}, but those of "
                     f"train_data have {known.fingerprint}, so ids would stand for other text; give "
