@@ -341,6 +341,8 @@ class ModelDescription:
             distance.
         dropout_rate: dropout of embeddings, residual branches, feed-forward activations and
             attention weights, in [0, 1).
+        token_dropout_rate: probability with which the encoder reads nothing in place of a token, in
+            [0, 1); Mesh TensorFlow's term, also called word dropout.
         dtype: dtype of activations, "bfloat16" or "float32". Parameters are float32; softmax, norms
             and loss are computed in at least float32.
         hide_start_token: convolutions of the decoder read zero where the input id is 0, as the
@@ -375,6 +377,7 @@ class ModelDescription:
     relative_buckets: int = ruled(rules.count, default=32)
     relative_max_distance: int = ruled(rules.count, default=128)
     dropout_rate: float = ruled(rules.share, default=0.0)
+    token_dropout_rate: float = ruled(rules.share, default=0.0)
     dtype: str = ruled(rules.choice("bfloat16", "float32", "float64"), default="bfloat16")
     hide_start_token: bool = ruled(rules.switch, default=False)
     taps_cross_segments: bool = ruled(rules.switch, default=False)

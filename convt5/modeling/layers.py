@@ -167,6 +167,19 @@ def dropout(
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
+def drop_tokens(
+    x: Float[Array, "batch length embed"], rate: float, key: DropoutKey
+) -> Float[Array, "batch length embed"]:
+    """Zeroes whole positions with probability `rate` (Iyyer et al. 2015, section 3.2).
+
+    The others are not scaled: a token that is read is the same in training and in evaluation.
+    """
+    if key is None:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, (*x.shape[:2], 1))
+    return jnp.where(keep, x, jnp.zeros((), x.dtype))
+
+
 def split_key(key: DropoutKey, num: int) -> tuple[DropoutKey, ...]:
     """Splits a key into `num` keys; None, which means deterministic, stays None."""
     return (None,) * num if key is None else tuple(jax.random.split(key, num))

@@ -22,6 +22,7 @@ from convt5.modeling.layers import (
     Embed,
     at_least_float32,
     check_dtype,
+    drop_tokens,
     split_key,
 )
 from convt5.modeling.mixers import KINDS
@@ -180,6 +181,9 @@ class ConvT5(nnx.Module):
         """
         self._check_aligned(segment_ids)
         embedded = self.embed_tokens(tokens)
+        if rate := self.config.token_dropout_rate:
+            token_key, dropout_key = split_key(dropout_key, 2)
+            embedded = drop_tokens(embedded, rate, token_key)
         if segment_ids is None:
             segment_ids = (jnp.asarray(tokens) != 0).astype(jnp.int32)
         x, segment_ids = self.run_stem(embedded, _segments(segment_ids, embedded), positions)
