@@ -314,7 +314,7 @@ class TestRuns:
         assert "words.model" in (trained / CONFIG_FILE).read_text()
 
     def test_fine_tuning_refuses_embeddings_of_another_vocabulary(
-        self, trained, tmp_path, data, words
+        self, trained, tmp_path, data, words, capsys
     ):
         start = f"""
 from convt5.interchange import initialization
@@ -332,6 +332,12 @@ initialization.InitFrom.path = '{trained}'
         exclude = "initialization.InitFrom.exclude = ['token_embedder/embedding']\n"
         tuned = gin_file(tmp_path, "tuned", rows=data, model=other, extra=start + exclude)
         assert train.main([f"--gin_file={tuned}"]) == 0
+        capsys.readouterr()
+        transfer = "initialization.InitFrom.vocabulary_transfer = True\n"
+        tuned = gin_file(tmp_path, "moved", rows=data, model=other, extra=start + transfer)
+        for flags in (["--dry_run"], []):
+            assert train.main([f"--gin_file={tuned}", *flags]) == 0
+        assert "with the same text: token_embedder/embedding" in capsys.readouterr().out
 
     def test_fine_tuning_refuses_an_output_head_of_another_vocabulary(self, tmp_path, words):
         def kept(model):

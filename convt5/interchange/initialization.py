@@ -17,10 +17,12 @@ from convt5.checkpoints import checkpoint, reading
 from convt5.errors import checks
 from convt5.interchange import loading
 from convt5.modeling.tree_paths import matches, named_leaves, pattern_faults
-from convt5.text import vocabulary_files
+from convt5.text import vocabulary_files, vocabulary_transfer
 
 TOKEN_TABLE = "token_embedder/embedding"
 OUTPUT_TABLE = "output_head/kernel"
+_TOKEN_AXES = {TOKEN_TABLE: 0, OUTPUT_TABLE: 1}
+"""The tables with a row for each token, and the axis of the tokens."""
 
 
 class Report(NamedTuple):
@@ -29,21 +31,24 @@ class Report(NamedTuple):
     Attributes:
         restored: copied whole.
         resized: copied in the rows that both models have; other rows keep their initial values.
+        transferred: tables of another vocabulary, whose rows are means of rows of the checkpoint.
         fresh: excluded parameters of the model, which keep their initial values.
         skipped: excluded parameters of the checkpoint.
     """
 
     restored: list[str]
     resized: list[str]
+    transferred: list[str]
     fresh: list[str]
     skipped: list[str]
 
     def text(self, path: str) -> str:
-        """Returns one line for each of the four groups that is not empty."""
+        """Returns one line for each of the five groups that is not empty."""
         counts = f"{len(self.restored)} parameter arrays restored from {path}"
         lines = [counts if self.restored else f"no whole array restored from {path}"]
         for kind, explanation in (
             ("resized", "restored in the rows that both tables have"),
+            ("transferred", "made from the rows of the tokens with the same text"),
             ("fresh", "freshly initialised"),
             ("skipped", "left in the checkpoint"),
         ):
@@ -69,6 +74,8 @@ class InitFrom:
         exclude: patterns of parameters that keep their initial values.
         resize: patterns of tables that may differ in their number of rows, such as
             `position_embedder` for longer sequences; the first rows are copied.
+        vocabulary_transfer: the run has another vocabulary than the checkpoint, and its tables of
+            tokens are made from those of the checkpoint (`vocabulary_transfer`).
         continue_training: also restores the optimizer state and the step, which determines the
             learning rate. The data starts from its beginning; data, objective, batch size and
             length may differ. `trainer.train.num_steps` includes the earlier updates.
@@ -79,14 +86,16 @@ class InitFrom:
     include: Sequence[str] = (".*",)
     exclude: Sequence[str] = ()
     resize: Sequence[str] = ()
+    vocabulary_transfer: bool = False
     continue_training: bool = False
 
     def __post_init__(self):
         faults = pattern_faults(include=self.include, exclude=self.exclude, resize=self.resize)
-        if self.continue_training and (list(self.include) != [".*"] or self.exclude or self.resize):
+        others = self.exclude or self.resize or self.vocabulary_transfer
+        if self.continue_training and (list(self.include) != [".*"] or others):
             faults.append(
-                "continue_training=True loads all parameters; leave out include, exclude and "
-                "resize, or continue_training."
+                "continue_training=True loads all parameters; leave out include, exclude, resize "
+                "and vocabulary_transfer, or continue_training."
             )
         if not self.include:
             faults.append("include=[] loads nothing; name parameters, or leave out init_from.")
@@ -130,23 +139,44 @@ class InitFrom:
             model: its model; abstract shapes suffice.
         """
         names = {name for name, _ in named_leaves(model)}
-        taken = [table for table in (TOKEN_TABLE, OUTPUT_TABLE) if table in names]
-        taken = [table for table in taken if self._takes(table)]
-        if taken:
+        taken = [table for table in _TOKEN_AXES if table in names and self._takes(table)]
+        if self.vocabulary_transfer:
+            self._spelled(text)
+        elif taken:
             vocabulary_files.check_same_ids(
                 text,
                 self.path,
                 where="InitFrom",
-                remedy=f"exclude {taken!r} to start with new ones",
+                remedy=f"exclude {taken!r} to start with new ones, or set "
+                "InitFrom.vocabulary_transfer=True to make these from the old ones",
                 halves=("inputs", "targets") if TOKEN_TABLE in taken else ("targets",),
             )
+
+    def _spelled(self, text: vocabulary_files.KeptText | None) -> Sequence[Sequence[int]]:
+        """Returns the ids of the checkpoint's vocabulary for the text of each id of the run."""
+        both = [text, vocabulary_files.load(self.path)]
+        for kept, owner in zip(both, ("the run's data", self.path), strict=True):
+            if kept is None or kept.inputs != kept.targets:
+                raise errors.UserError(
+                    "InitFrom: vocabulary_transfer=True needs one vocabulary of inputs and "
+                    f"targets, and {owner} has {'no known one' if kept is None else 'two'}; leave "
+                    f"it out, and exclude {[*_TOKEN_AXES]!r} to start with new tables."
+                )
+        new, old = (kept.inputs for kept in both if kept is not None)
+        return vocabulary_transfer.spell(new, old, "the run's data")
 
     def _takes(self, name: str) -> bool:
         """Returns whether a parameter is to be copied."""
         return matches(name, self.include) and not matches(name, self.exclude)
 
-    def apply(self, model: Any) -> tuple[Any, Report]:
+    def apply(
+        self, model: Any, text: vocabulary_files.KeptText | None = None
+    ) -> tuple[Any, Report]:
         """Returns the model with the copied parameters, sharded as before, and a report.
+
+        Args:
+            model: the initial one.
+            text: the text of each id in the new run, for vocabulary_transfer.
 
         Raises:
             UserError: nothing is at `path`, or names or shapes do not match.
@@ -156,7 +186,15 @@ class InitFrom:
         shardings = {name: fresh[name].sharding for name in report.restored}
         taken = source.read(shardings)
         for name, old in source.read(dict.fromkeys(report.resized)).items():
-            taken[name] = _with_rows_of(fresh[name], old)
+            rows = np.asarray(old[: len(fresh[name])])
+            taken[name] = _with_rows(fresh[name], range(len(rows)), rows)
+        spelled = self._spelled(text) if report.transferred else []
+        known = [token for token, ids in enumerate(spelled) if ids]
+        for name, old in source.read(dict.fromkeys(report.transferred)).items():
+            axis = _TOKEN_AXES[name]
+            rows = np.moveaxis(np.asarray(old, np.float32), axis, 0)
+            means = np.stack([rows[spelled[token]].mean(0) for token in known])
+            taken[name] = _with_rows(fresh[name], known, means, axis)
         leaves = [taken.get(name, leaf) for name, leaf in fresh.items()]
         return jax.tree.unflatten(jax.tree.structure(model), leaves), report
 
@@ -175,7 +213,7 @@ class InitFrom:
         self, model: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
     ) -> tuple[Report, list[str]]:
         """Decides for each parameter from shapes alone; also returns the conflicts."""
-        report, faults = Report([], [], [], []), []
+        report, faults = Report([], [], [], [], []), []
         every = sorted(model.keys() | saved.keys())
         for field in ("include", "exclude", "resize"):
             for pattern in getattr(self, field):
@@ -191,6 +229,8 @@ class InitFrom:
                 faults.append(f"{name}: not in the checkpoint; exclude it to initialise it.")
             elif name not in model:
                 faults.append(f"{name}: not in this model; exclude it to leave it.")
+            elif self.vocabulary_transfer and _is_wide_alike(name, model[name], saved[name]):
+                report.transferred.append(name)
             elif model[name] == saved[name]:
                 report.restored.append(name)
             elif matches(name, self.resize) and model[name][1:] == saved[name][1:]:
@@ -201,6 +241,11 @@ class InitFrom:
                     f"{name}: {_shape(saved[name])} in the checkpoint, {_shape(model[name])} in "
                     f"this model; use a model of the same size, or exclude{table} it."
                 )
+        if self.vocabulary_transfer and not faults and not report.transferred:
+            faults.append(
+                "vocabulary_transfer=True changes no table, as none is copied; leave it out, or "
+                f"include {[*_TOKEN_AXES]!r}."
+            )
         return report, faults
 
 
@@ -241,14 +286,23 @@ def _open(path: str, step: int | None) -> _Source:
     )
 
 
-def _with_rows_of(fresh: jax.Array, old: jax.Array) -> jax.Array:
-    # Every host has all of the old rows; the initial ones may be sharded over several hosts.
-    rows = np.asarray(old[: len(fresh)])
+def _is_wide_alike(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Returns whether both shapes are of tables of tokens that differ only in their number."""
+    axis = _TOKEN_AXES.get(name)
+    return axis is not None and np.delete(one, axis).tolist() == np.delete(other, axis).tolist()
 
-    def extended(table: jax.Array, rows: jax.Array) -> jax.Array:
-        return table.at[: len(rows)].set(rows)
 
-    return jax.jit(extended, out_shardings=fresh.sharding)(fresh, rows)
+def _with_rows(
+    fresh: jax.Array, indices: Sequence[int], rows: np.ndarray, axis: int = 0
+) -> jax.Array:
+    """Returns a table with other rows at some indices of an axis; it may be sharded over hosts."""
+
+    def changed(table: jax.Array, rows: jax.Array) -> jax.Array:
+        moved = jnp.moveaxis(table, axis, 0).at[np.asarray(indices)].set(rows)
+        return jnp.moveaxis(moved, 0, axis)
+
+    # Every host has all of the rows.
+    return jax.jit(changed, out_shardings=fresh.sharding)(fresh, rows)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -21,13 +21,12 @@ from convt5.checkpoints import reading
 from convt5.checkpoints.checkpoint import Checkpointer, DataPositions, Restored
 from convt5.errors import checks
 from convt5.runtime import amounts, machine, stages
-from convt5.text.vocabulary_files import KeptText
 from convt5.training import compilation, run_log
 from convt5.training.interruption import Interruption, StopAtOnce
 from convt5.training.patience import Patience
 from convt5.training.plan import Plan
 from convt5.training.spikes import SpikeMemory
-from convt5.training.train_state import ModelConfig, TrainState
+from convt5.training.train_state import TrainState
 from convt5.training.train_step import ALL_FINITE, NONFINITE_INDEX, describe_nonfinite
 from convt5.training.validation import PlacedBatch, Validation
 from convt5.training.watchdog import Watchdog
@@ -118,26 +117,6 @@ class Batches(Protocol):
         ...
 
 
-class StartingPoint(Protocol):
-    """What a new run takes over from another; `initialization.InitFrom` is one."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def continue_training(self) -> bool: ...
-
-    def check(self, model: nnx.Module) -> None: ...
-
-    def check_vocabulary(self, text: KeptText | None, model: Any) -> None: ...
-
-    def check_num_steps(self, num_steps: int) -> None: ...
-
-    def apply(self, model: nnx.Module) -> tuple[nnx.Module, Any]: ...
-
-    def state(self, abstract_state: TrainState, *, model_config: ModelConfig) -> Restored: ...
-
-
 class TaskMeasure(Protocol):
     """Metrics of a task; see `evaluation.in_training.TaskMeasure`."""
 
@@ -148,6 +127,10 @@ class TaskMeasure(Protocol):
 
 Estimate = Callable[[nnx.Module], Mapping[str, jax.Array]]
 """Re-estimates statistics of a model, by name, such as the means of batch normalisation."""
+
+
+FirstModel = Callable[[nnx.Module], nnx.Module]
+"""Returns the model that a new run begins with, from its initial one."""
 
 
 class Measures(NamedTuple):
@@ -194,7 +177,7 @@ class Loop:
         measures: Measures,
         watchdog: Watchdog,
         restored: Restored | None,
-        init_from: StartingPoint | None = None,
+        first_model: FirstModel | None = None,
     ):
         self._plan = plan
         self._intervals = intervals
@@ -206,7 +189,7 @@ class Loop:
             state=restored.progress if restored else None,
         )
         self._watchdog = watchdog
-        self._state = self._first_state(init_from) if restored is None else restored.state
+        self._state = self._first_state(first_model) if restored is None else restored.state
         if self._state.spikes is not None and restored is not None:
             memory = SpikeMemory.new(restored.progress.get("spikes"))
             placed = jax.device_put(memory, plan.shardings.spikes)
@@ -295,13 +278,9 @@ class Loop:
         if self._patience.is_exhausted:
             self._log.message(self._patience.text())
 
-    def _first_state(self, init_from: StartingPoint | None) -> TrainState:
+    def _first_state(self, first_model: FirstModel | None) -> TrainState:
         state = self._plan.init_state()
-        if init_from is None:
-            return state
-        model, report = init_from.apply(state.model)
-        self._log.message(report.text(init_from.path))
-        return state.starting_with(model)
+        return state.starting_with(first_model(state.model)) if first_model else state
 
     def _update(self, batch: PlacedBatch) -> dict[str, jax.Array]:
         if self._compiled is None:

@@ -28,10 +28,11 @@ from convt5.text import task_format, vocabulary_files
 from convt5.training import compilation, data_checks, run_directory, run_log
 from convt5.training import result as results
 from convt5.training.interruption import Interruption
-from convt5.training.loop import Estimate, Intervals, Loop, Measures, StartingPoint, TaskMeasure
+from convt5.training.loop import Estimate, Intervals, Loop, Measures, TaskMeasure
 from convt5.training.plan import Plan, make_plan
 from convt5.training.result import Result
 from convt5.training.train_batches import TrainBatches
+from convt5.training.train_state import TrainState
 from convt5.training.train_step import StepConfig
 from convt5.training.validation import Validation, check_num_batches
 from convt5.training.watchdog import Watchdog
@@ -44,6 +45,28 @@ class TaskEval(Protocol):
     def name(self) -> str: ...
 
     def build(self, model: Any, mesh: Mesh) -> TaskMeasure: ...
+
+
+class StartingPoint(Protocol):
+    """What a new run takes over from another; `initialization.InitFrom` is one."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def continue_training(self) -> bool: ...
+
+    def check(self, model: nnx.Module) -> None: ...
+
+    def check_vocabulary(self, text: vocabulary_files.KeptText | None, model: Any) -> None: ...
+
+    def check_num_steps(self, num_steps: int) -> None: ...
+
+    def apply(
+        self, model: nnx.Module, text: vocabulary_files.KeptText | None = None
+    ) -> tuple[nnx.Module, Any]: ...
+
+    def state(self, abstract_state: TrainState, *, model_config: Any) -> Restored: ...
 
 
 class StatisticsEstimate(Protocol):
@@ -313,7 +336,7 @@ class _Session:
             measures=self._measures(),
             watchdog=self._watchdog,
             restored=self._restored,
-            init_from=run.init_from,
+            first_model=self._copy_parameters if run.init_from else None,
         )
         with stages.stage("data"):
             batches = None if loop.is_complete else self._open_data()
@@ -357,6 +380,14 @@ class _Session:
             return None
         run.init_from.check_num_steps(run.num_steps)
         return run.init_from.state(plan.abstract, model_config=run.model)
+
+    def _copy_parameters(self, model: nnx.Module) -> nnx.Module:
+        """Returns the model with the parameters of the run that this one starts from."""
+        source = self._run.init_from
+        assert source is not None
+        model, report = source.apply(model, self._text)
+        self._log.message(report.text(source.path))
+        return model
 
     def _measures(self) -> Measures:
         statistics = self._run.statistics

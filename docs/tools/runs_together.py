@@ -112,7 +112,7 @@ def first_state(run: TrainRun, plan: Plan) -> TrainState:
     state = plan.make_state(run_keys(run.seed)[0])
     if run.init_from is None:
         return state
-    return state.starting_with(run.init_from.apply(state.model)[0])
+    return state.starting_with(run.init_from.apply(state.model, run.kept_text())[0])
 
 
 def train(group: Sequence[Member]) -> Iterator[tuple[np.ndarray, TrainState]]:
