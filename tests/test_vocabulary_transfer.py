@@ -145,3 +145,9 @@ def test_what_cannot_be_transferred_is_refused(tmp_path, text, settings, message
     model = trained(tmp_path, WORDS)
     with pytest.raises(errors.UserError, match=message):
         InitFrom(path=str(tmp_path), vocabulary_transfer=True, **settings).apply(model, text)
+
+
+def test_a_checkpoint_of_fewer_rows_than_its_vocabulary_has_ids_is_refused(tmp_path):
+    trained(tmp_path, WORDS._replace(num_sentinels=200))
+    with pytest.raises(errors.UserError, match="has 128 rows, but its vocabulary has the id 224"):
+        start(tmp_path, BPE._replace(num_sentinels=200), vocab_size=260)

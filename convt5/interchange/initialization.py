@@ -189,12 +189,8 @@ class InitFrom:
             rows = np.asarray(old[: len(fresh[name])])
             taken[name] = _with_rows(fresh[name], range(len(rows)), rows)
         spelled = self._spelled(text) if report.transferred else []
-        known = [token for token, ids in enumerate(spelled) if ids]
         for name, old in source.read(dict.fromkeys(report.transferred)).items():
-            axis = _TOKEN_AXES[name]
-            rows = np.moveaxis(np.asarray(old, np.float32), axis, 0)
-            means = np.stack([rows[spelled[token]].mean(0) for token in known])
-            taken[name] = _with_rows(fresh[name], known, means, axis)
+            taken[name] = _transferred(fresh[name], old, spelled, axis=_TOKEN_AXES[name])
         leaves = [taken.get(name, leaf) for name, leaf in fresh.items()]
         return jax.tree.unflatten(jax.tree.structure(model), leaves), report
 
@@ -290,6 +286,21 @@ def _is_wide_alike(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> b
     """Returns whether both shapes are of tables of tokens that differ only in their number."""
     axis = _TOKEN_AXES.get(name)
     return axis is not None and np.delete(one, axis).tolist() == np.delete(other, axis).tolist()
+
+
+def _transferred(
+    fresh: jax.Array, old: jax.Array, spelled: Sequence[Sequence[int]], *, axis: int
+) -> jax.Array:
+    """Returns a table with the mean of the old rows of each token that has some."""
+    rows = np.moveaxis(np.asarray(old, np.float32), axis, 0)
+    known = [token for token, ids in enumerate(spelled) if ids]
+    if (last := max(max(spelled[token]) for token in known)) >= len(rows):
+        raise errors.UserError(
+            f"InitFrom: the table of the checkpoint has {len(rows)} rows, but its vocabulary has "
+            f"the id {last}; give the checkpoint the vocabulary that it was trained with."
+        )
+    means = np.stack([rows[list(spelled[token])].mean(0) for token in known])
+    return _with_rows(fresh, known, means, axis)
 
 
 def _with_rows(
