@@ -117,7 +117,7 @@ def test_a_model_reads_and_writes_the_same_in_another_order_of_ids(tmp_path, tie
     np.testing.assert_allclose(logits(new, after), logits(old, before)[..., ids], atol=1e-6)
     tables = ["token_embedder/embedding"] + ["output_head/kernel"] * (not tie_output)
     assert sorted(report.transferred) == sorted(tables)
-    assert "made from the rows of the tokens with the same text: " in report.text("a")
+    assert "the row of one token for 125 tokens, the mean of several for 0" in report.text("a")
 
 
 def test_a_token_that_was_not_there_has_the_mean_of_what_it_was_cut_into(tmp_path):

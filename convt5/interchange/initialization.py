@@ -34,6 +34,7 @@ class Report(NamedTuple):
         transferred: tables of another vocabulary, whose rows are means of rows of the checkpoint.
         fresh: excluded parameters of the model, which keep their initial values.
         skipped: excluded parameters of the checkpoint.
+        spelled: the ids of the checkpoint for each token of the transferred tables.
     """
 
     restored: list[str]
@@ -41,6 +42,7 @@ class Report(NamedTuple):
     transferred: list[str]
     fresh: list[str]
     skipped: list[str]
+    spelled: Sequence[Sequence[int]] = ()
 
     def text(self, path: str) -> str:
         """Returns one line for each of the five groups that is not empty."""
@@ -48,7 +50,7 @@ class Report(NamedTuple):
         lines = [counts if self.restored else f"no whole array restored from {path}"]
         for kind, explanation in (
             ("resized", "restored in the rows that both tables have"),
-            ("transferred", "made from the rows of the tokens with the same text"),
+            ("transferred", f"made for another vocabulary, {self._origins()}"),
             ("fresh", "freshly initialised"),
             ("skipped", "left in the checkpoint"),
         ):
@@ -56,6 +58,14 @@ class Report(NamedTuple):
             if names:
                 lines.append(f"  {explanation}: {_listed(names)}")
         return "\n".join(lines)
+
+    def _origins(self) -> str:
+        """Returns how many tokens have which rows of the checkpoint."""
+        numbers = [len(ids) for ids in self.spelled]
+        return (
+            f"with the row of one token for {numbers.count(1):,} tokens, the mean of several for "
+            f"{sum(n > 1 for n in numbers):,}, and a new one for {numbers.count(0):,}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,9 +198,10 @@ class InitFrom:
         for name, old in source.read(dict.fromkeys(report.resized)).items():
             rows = np.asarray(old[: len(fresh[name])])
             taken[name] = _with_rows(fresh[name], range(len(rows)), rows)
-        spelled = self._spelled(text) if report.transferred else []
+        if report.transferred:
+            report = report._replace(spelled=self._spelled(text))
         for name, old in source.read(dict.fromkeys(report.transferred)).items():
-            taken[name] = _transferred(fresh[name], old, spelled, axis=_TOKEN_AXES[name])
+            taken[name] = _transferred(fresh[name], old, report.spelled, axis=_TOKEN_AXES[name])
         leaves = [taken.get(name, leaf) for name, leaf in fresh.items()]
         return jax.tree.unflatten(jax.tree.structure(model), leaves), report
 
