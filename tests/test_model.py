@@ -19,7 +19,7 @@ from convt5.interchange import portable
 from convt5.modeling import placement, sharding
 from convt5.modeling.architecture import ConvT5Config, StackConfig, TextStemConfig
 from convt5.modeling.attention import relative_position_bucket
-from convt5.modeling.layers import seed_key
+from convt5.modeling.layers import drop_tokens, seed_key
 from convt5.modeling.model import ConvT5
 from convt5.ops import masking
 from convt5.training.losses import TextLoss
@@ -204,6 +204,25 @@ def test_dropout_needs_a_key_and_follows_it():
     np.testing.assert_array_equal(once, run(model, source, target, dropout_key=jax.random.key(1)))
     assert not np.array_equal(once, run(model, source, target, dropout_key=jax.random.key(2)))
     assert not np.array_equal(once, plain)
+
+
+def test_token_dropout_drops_whole_tokens_of_the_encoder_in_training_alone():
+    model, plain = tiny_model(token_dropout_rate=0.3), tiny_model()
+    source, target = random_tokens(0, 4, 50), shift(random_tokens(1, 4, 5))
+    np.testing.assert_array_equal(run(model, source, target), run(plain, source, target))
+    key = jax.random.key(1)
+    once, whole = model.encode(source, dropout_key=key), np.ones_like(source)
+    assert not np.array_equal(once, plain.encode(source))
+    np.testing.assert_array_equal(once, model.encode(source, dropout_key=key))
+    np.testing.assert_array_equal(  # Targets are read as they are.
+        model.decode(once, target, encoder_segment_ids=whole, dropout_key=key),
+        plain.decode(once, target, encoder_segment_ids=whole),
+    )
+    x = model.embed_tokens(source)
+    kept = np.asarray(drop_tokens(x, 0.3, key))
+    is_kept = kept.any(-1)
+    np.testing.assert_array_equal(kept, np.where(is_kept[..., None], x, 0))
+    assert 0.6 < is_kept.mean() < 0.8
 
 
 ORDERS = [("pre", "layer"), ("branch", "rms"), ("post", "rms")]

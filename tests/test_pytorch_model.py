@@ -297,6 +297,17 @@ def test_every_preset_is_computed_by_transformers(name, transformers, tmp_path):
     assert_same_beams(config, theirs)
 
 
+def test_token_dropout_is_in_training_alone(transformers, tmp_path):
+    config = tiny(token_dropout_rate=0.5)
+    theirs = loaded(transformers, exported(tmp_path, config))
+    assert_same_model(config, theirs)
+    ids = tensor(SOURCES)
+    whole = theirs.encode(ids).last_hidden_state
+    once, again = (theirs.train().encode(ids).last_hidden_state for _ in range(2))
+    assert not once.equal(again)
+    assert not once.equal(whole)
+
+
 def test_options_that_other_models_have_are_refused(transformers, tmp_path):
     theirs = loaded(transformers, exported(tmp_path, tiny()))
     ids = tensor([[3, 4, 1]])

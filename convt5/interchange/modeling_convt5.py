@@ -355,8 +355,7 @@ class Stack(nn.Module):
             x = layer(x, dataclasses.replace(along, past=cache.layers[i] if cache else None))
         if cache:
             cache.length += x.shape[1]
-        x = x if self.final_norm is None else self.final_norm(x)
-        return dropout(x, self.sizes.dropout_rate, self)
+        return dropout(self.final_norm(x) if self.final_norm else x, self.sizes.dropout_rate, self)
 
     def bias(self, x: Tensor, keys: Tensor | None, position: Tensor) -> Tensor:
         """Returns [B or 1, H or 1, L, positions so far]: relative positions, and what is hidden."""
@@ -472,6 +471,7 @@ class ConvT5ForConditionalGeneration(PreTrainedModel, GenerationMixin):
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_) -> Output:
         x = fn.embedding(input_ids, self.token_embedder["embedding"])
+        x = x * (torch.rand_like(x[..., :1]) >= self.sizes.token_dropout_rate * self.training)
         mask = ((input_ids if attention_mask is None else attention_mask) != 0).to(x.dtype)
         x, mask = (x, mask) if self.stem is None else self.stem(x, mask)
         x = self.encoder(x, Along(mask[..., None]), mask, self.position_embedder)
