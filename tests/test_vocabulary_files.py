@@ -337,7 +337,7 @@ initialization.InitFrom.path = '{trained}'
         tuned = gin_file(tmp_path, "moved", rows=data, model=other, extra=start + transfer)
         for flags in (["--dry_run"], []):
             assert train.main([f"--gin_file={tuned}", *flags]) == 0
-        assert "a new one for 0: token_embedder/embedding" in capsys.readouterr().out
+        assert "a new one for 0: token_embedder/embedding" in capsys.readouterr().err
 
     def test_fine_tuning_refuses_an_output_head_of_another_vocabulary(self, tmp_path, words):
         def kept(model):
