@@ -102,6 +102,11 @@ COMMAND = command_line.Command(
             {"action": "store_true"},
         ),
         command_line.Flag(
+            "dry_run",
+            "checks flags and models, and lists what would be measured; measures nothing.",
+            {"action": "store_true"},
+        ),
+        command_line.Flag(
             "output",
             "folder of the results (default: bench).",
             {"type": command_line.path, "default": "bench"},
@@ -126,6 +131,10 @@ def main(argv: Sequence[str]) -> None:
     errors.raise_all(_position_faults(models, lengths, sides.TARGETS), where="lengths")
     if flags.t5x is not None:
         t5x.check(flags.t5x)
+    if flags.dry_run:
+        for suite in suites:
+            print(_describe(suite, models, lengths[suite]))
+        return
     folder = _writable(flags.output)
     repeats = flags.repeats or (2 if flags.quick else 5)
     # Another folder does not change what is measured.
@@ -151,6 +160,13 @@ def main(argv: Sequence[str]) -> None:
     except errors.UserError as error:  # Keep the measurements, which took long.
         print(error, file=sys.stderr)
     print(f"wrote {', '.join(map(str, written))}")
+
+
+def _describe(suite: str, models: Mapping[str, Any], lengths: Sequence[int]) -> str:
+    cases = ", ".join(models) if suite in _ROWS else "its own cases"
+    return f"{suite}: {cases}" + (
+        "" if suite in _WITHOUT_LENGTHS else f", at {', '.join(map(str, lengths))}"
+    )
 
 
 def _run(

@@ -147,6 +147,7 @@ def _answer(paper: Paper, flags: argparse.Namespace, trust: Sequence[str]) -> No
 
     studies = reading.studies_of(paper, trust)
     if flags.dry_run:
+        paper_runs.check_costs(paper)
         print(paper_runs.describe(paper, studies))
         return
     if flags.import_results is not None:
@@ -157,6 +158,7 @@ def _answer(paper: Paper, flags: argparse.Namespace, trust: Sequence[str]) -> No
         archive.check(f"--export_results={folder}", folder / "study.jsonl")
     with _exporting(flags.export_results, functools.partial(paper_runs.write_results, studies)):
         if not flags.report_only:
+            paper_runs.check_costs(paper)
             paper_runs.run_all(paper, studies, most_runs=flags.most_runs, processes=flags.processes)
     print(paper_page.write(paper, studies, suffix=flags.plot_suffix))
     print(f"wrote {paper.path}")

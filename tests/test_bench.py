@@ -117,6 +117,19 @@ def test_operators_are_timed_at_the_sizes_that_are_asked_for(monkeypatch):
         assert record["causal_conv1d_seconds"] is None  # It runs on GPUs alone.
 
 
+def test_a_dry_run_checks_and_lists_without_measuring(tmp_path, capsys):
+    flags = ["--suites=train_step,start", "--gin_file=gin/models/depthwise_tiny.gin", "--dry_run"]
+    output = tmp_path / "bench"
+    bench.main([*flags, "--lengths=16,8", f"--output={output}"])
+    assert capsys.readouterr().out.splitlines() == [
+        "train_step: depthwise_tiny, at 8, 16",
+        "start: its own cases",
+    ]
+    with pytest.raises(errors.UserError, match="lengths='x'"):
+        bench.main([*flags, "--lengths=x"])
+    assert not output.exists()
+
+
 @pytest.mark.nightly
 def test_a_run_writes_a_record_for_each_length_and_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("convt5.benchmarks.machine._COPY_ELEMENTS", 2**10)

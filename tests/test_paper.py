@@ -454,6 +454,23 @@ class TestRuns:
                 paper_runs.run_all(paper(tmp_path), studies, bench=self.bench(tmp_path, [], code))
             assert paper_runs.missing_costs(paper(tmp_path))
 
+    def test_flags_of_the_benchmark_are_checked_before_any_run(self, tmp_path, monkeypatch):
+        chosen = paper(tmp_path, bench={"lenghts": 128})
+        studies = {"s": study(tmp_path / "s", tasks=("a",), seeds=(0,))}
+        monkeypatch.setattr(reading, "read", lambda *_: chosen)
+        monkeypatch.setattr(reading, "studies_of", lambda *_: studies)
+        calls = []
+        monkeypatch.setattr(running, "run_all", lambda *_, **__: calls.append(1))
+        monkeypatch.setattr(paper_runs, "_bench", lambda arguments: calls.append(arguments) or 2)
+        for more in ([], ["--dry_run"]):
+            with pytest.raises(UserError, match="exit code 2"):
+                sweep.main(["--gin_file=paper.gin", *more])
+        assert calls == [["--suites=train_step", "--lenghts=128", "--dry_run"]] * 2
+        assert not (tmp_path / "bench").exists()
+        measured(tmp_path)
+        paper_runs.check_costs(chosen)  # What was measured needs no flags.
+        assert len(calls) == 2
+
     def test_a_benchmark_without_the_cases_is_named(self, tmp_path):
         studies = {"s": study(tmp_path / "s", tasks=("a",), seeds=(0,))}
         finish(studies["s"], accuracy)

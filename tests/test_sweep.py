@@ -707,7 +707,18 @@ def test_studies_that_cannot_be_are_named(changes, message, tmp_path):
         study(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("axes", [{}, {"A": []}, {"A": 3}, {"seed": [1]}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"A": []},
+        {"A": 3},
+        {"seed": [1]},
+        {"A": [0.1, 0.1]},
+        {"A": [1, "1"]},
+        {"A": {1: 2, "1": 3}},
+    ],
+)
 def test_grids_that_cannot_be_are_named(axes):
     with pytest.raises(UserError, match="axes"):
         Grid(axes=axes)

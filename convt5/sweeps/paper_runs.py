@@ -123,30 +123,43 @@ def describe(paper: Paper, studies: Mapping[str, Study]) -> str:
     return "\n".join(lines)
 
 
+def check_costs(paper: Paper, bench: Bench | None = None) -> None:
+    """Checks the flags of a benchmark that is still to be run, before hours of training.
+
+    Raises:
+        UserError: the benchmark refuses them.
+    """
+    if missing_costs(paper):
+        _raise_failed((bench or _bench)([*_arguments(paper), "--dry_run"]))
+
+
 def _measure(paper: Paper, bench: Bench) -> None:
     folder = paper.records.parent
     # Measurements that were stopped in between would pass for all.
     unfinished = folder / "unfinished"
     print("costs", file=sys.stderr)
-    code = bench([*_arguments(paper), f"--output={unfinished}"])
-    if code == 0:
-        for path in unfinished.iterdir():
-            path.replace(folder / path.name)
-        unfinished.rmdir()
-        unmeasured = missing_costs(paper)
-        errors.raise_all(
-            [
-                f"the benchmark measured no {claim.quantity} of {claim.first} and {claim.second} "
-                "at one length; bench must have both cases, and lengths."
-                for claim in unmeasured
-            ],
-            where="Paper.bench",
-        )
-        return
-    kind = errors.UserError if code == errors.UserError.exit_code else errors.TrainingError
-    raise kind(
-        f"python -m convt5.bench of the paper ended with exit code {code}; its message is above."
+    _raise_failed(bench([*_arguments(paper), f"--output={unfinished}"]))
+    for path in unfinished.iterdir():
+        path.replace(folder / path.name)
+    unfinished.rmdir()
+    errors.raise_all(
+        [
+            f"the benchmark measured no {claim.quantity} of {claim.first} and {claim.second} "
+            "at one length; bench must have both cases, and lengths."
+            for claim in missing_costs(paper)
+        ],
+        where="Paper.bench",
     )
+
+
+def _raise_failed(code: int) -> None:
+    """Raises the error of a benchmark that ended with this exit code, unless it is 0."""
+    if code != 0:
+        kind = errors.UserError if code == errors.UserError.exit_code else errors.TrainingError
+        raise kind(
+            f"python -m convt5.bench of the paper ended with exit code {code}; its message is "
+            "above."
+        )
 
 
 def _arguments(paper: Paper) -> list[str]:

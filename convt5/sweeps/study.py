@@ -9,6 +9,7 @@ import hashlib
 import os
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -86,6 +87,14 @@ class Grid:
             faults.append("axes={} has no axis; give at least one.")
         if SEED in self.axes:
             faults.append(f"axes has {SEED!r}; give seeds to the Study.")
+        faults += [
+            f"axes[{name!r}]={values!r} has two values called {label}; leave out one, or give a "
+            "dictionary from labels that differ."
+            for name, values in self.axes.items()
+            if isinstance(values, Mapping | list | tuple)
+            for label, count in Counter(map(str, values)).items()
+            if count > 1
+        ]
         errors.raise_all(faults, where="Grid")
         axes = list(self.axes)
         faults = [
