@@ -128,9 +128,20 @@ def test_a_config_that_is_a_folder_is_told(tmp_path):
 def test_settings_are_written_and_changes_reported(tmp_path):
     assert run_directory.write_config(tmp_path, "a = 1\n", step=0) is None
     assert run_directory.write_config(tmp_path, "a = 1\n", step=5) is None
-    assert "first 5 steps" in run_directory.write_config(tmp_path, "a = 2\n", step=5)
+    message = run_directory.write_config(tmp_path, "a = 2\n", step=5)
+    assert "first 5 steps (a: 1 -> 2), which" in message
     assert (tmp_path / "config.before_step_5.gin").read_text() == "a = 1\n"
     assert (tmp_path / "config.gin").read_text() == "a = 2\n"
+
+
+def test_changed_settings_are_named_and_long_values_left_out(tmp_path):
+    same = "# Two.\nimport x\n\nsame = [1,\n    2]\nb/m.f.prompt = \\\n    '{}'\nlong = '{}'\n"
+    run_directory.write_config(tmp_path, same.format("a: {x}", "x" * 200), step=0)
+    text = same.format("b: {x}", "x" * 200 + "y") + "new = 3\n"
+    message = run_directory.write_config(tmp_path, text, step=5)
+    assert "(b/m.f.prompt: 'a: {x}' -> 'b: {x}'; long; new: None -> 3)" in message
+    many = "".join(f"a{n} = 1\n" for n in range(20))
+    assert "and 16 more)" in run_directory.write_config(tmp_path, many, step=7)
 
 
 FILES = ["lock", "config.gin", "metrics.jsonl", "summary.json", "config.before_step_3.gin"]

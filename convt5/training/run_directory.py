@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import tempfile
@@ -27,6 +28,7 @@ import jax
 from etils import epath
 
 from convt5 import errors
+from convt5.checkpoints import record
 from convt5.runtime import atomic_files, file_locks, folders, foreign_files
 from convt5.text import task_format, vocabulary_files
 
@@ -34,6 +36,9 @@ _LOCK_FILE = "lock"
 CLASSES = "classes.json"
 CONFIG_FILE = "config.gin"
 SUMMARY_FILE = "summary.json"
+
+_MOST_SHOWN = 160
+"""Letters of a change of settings that a message shows; of longer ones it names the setting."""
 
 _FILES = (
     _LOCK_FILE,
@@ -174,10 +179,19 @@ def write_config(folder: epath.Path, text: str | None, *, step: int) -> str | No
         atomic_files.replace_text(path, text)
         if before == text:
             return None
+    changes = record.differences(_statements(before), _statements(text))
+    short = [line if len(line) <= _MOST_SHOWN else line.split(":")[0] for line in changes]
+    told = f" ({'; '.join(errors.abbreviate(short))})" if changes else ""
     return (
-        f"the settings differ from those of the first {step} steps, which are kept in "
+        f"the settings differ from those of the first {step} steps{told}, which are kept in "
         f"{saved_before}"
     )
+
+
+def _statements(text: str) -> dict[str, str]:
+    """Returns the value of each setting as it is written; it may go on over indented lines."""
+    statements = re.findall(r"^(\S+) = *(.*(?:\n[^\S\n].*)*)", text, re.MULTILINE)
+    return {name: " ".join(value.replace("\\\n", "").split()) for name, value in statements}
 
 
 def write_vocabularies(folder: epath.Path, text: vocabulary_files.KeptText) -> None:
