@@ -315,8 +315,8 @@ class Checkpointer:
             reason = errors.lack_of_room(error) or reading.first_line(error)
             raise errors.TrainingError(
                 f"a checkpoint could not be written to {self.directory}: {reason}. "
-                f"{atomic_files.to_write_again(self.directory)}; the same command then resumes "
-                "from the last complete checkpoint."
+                f"{atomic_files.to_write_again(self.directory)}; then repeat the command: it goes "
+                "on from the last complete checkpoint, if there is one."
             ) from error
 
     def _forget_failed(self) -> None:
