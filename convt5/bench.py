@@ -164,9 +164,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _describe(suite: str, models: Mapping[str, Any], lengths: Sequence[int]) -> str:
     cases = ", ".join(models) if suite in _ROWS else "its own cases"
-    return f"{suite}: {cases}" + (
-        "" if suite in _WITHOUT_LENGTHS else f", at {', '.join(map(str, lengths))}"
-    )
+    at = f", at {', '.join(map(str, lengths))}" if lengths else ""
+    return f"{suite}: {cases}{at}"
 
 
 def _run(
@@ -308,7 +307,7 @@ def _choose_suites(suites: str | None) -> Sequence[str]:
 
 
 def _lengths(suite: str, flags: argparse.Namespace) -> Sequence[int]:
-    if flags.lengths is None:
+    if flags.lengths is None or suite in _WITHOUT_LENGTHS:
         return (_QUICK if flags.quick else _LENGTHS).get(suite, [])
     try:
         # Ascending, because slow cases are skipped at greater lengths.

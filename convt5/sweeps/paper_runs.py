@@ -123,14 +123,14 @@ def describe(paper: Paper, studies: Mapping[str, Study]) -> str:
     return "\n".join(lines)
 
 
-def check_costs(paper: Paper, bench: Bench | None = None) -> None:
+def check_costs(paper: Paper) -> None:
     """Checks the flags of a benchmark that is still to be run, before hours of training.
 
     Raises:
         UserError: the benchmark refuses them.
     """
     if missing_costs(paper):
-        _raise_failed((bench or _bench)([*_arguments(paper), "--dry_run"]))
+        _raise_failed(_bench([*_arguments(paper), "--dry_run"]))
 
 
 def _measure(paper: Paper, bench: Bench) -> None:
