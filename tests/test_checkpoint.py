@@ -477,6 +477,21 @@ def test_a_checkpoint_that_is_there_is_replaced(open_run, tmp_path):
     assert not (tmp_path / "replaced").exists()
 
 
+@pytest.mark.parametrize(("evaluation", "best"), [("a", 2), ("b", 6), ("", 2)])
+def test_the_best_step_is_among_values_of_one_evaluation(open_run, tmp_path, evaluation, best):
+    checkpointer = open_run(keep_last=1)
+    values = {2: (0.1, "a"), 4: (0.2, "a"), 6: (0.3, evaluation), 8: (0.4, evaluation)}
+    for step, (value, of) in values.items():
+        checkpointer.save(step, make_state(), data=NO_DATA, best_value=value, evaluation=of)
+    checkpointer.wait()
+    assert checkpoint.best_step(tmp_path / "checkpoints") == best
+    kept = {2, best, 8}
+    assert {*reading.steps_in(tmp_path / "checkpoints")} == kept
+    save_steps(open_run(keep_last=1), 10)
+    assert {*reading.steps_in(tmp_path / "checkpoints")} == {2, best, 10}
+    assert checkpoint.best_step(tmp_path / "checkpoints") == best
+
+
 @pytest.mark.parametrize("was_complete", [False, True])
 def test_a_checkpoint_survives_a_kill_while_it_is_replaced(open_run, tmp_path, was_complete):
     save_steps(open_run(), 4)

@@ -280,6 +280,17 @@ def test_a_measure_of_training_is_checked_before_its_examples_are_read():
                 called(tiny_run.CONFIG)
 
 
+def test_other_examples_and_other_ways_to_measure_them_are_told_apart():
+    task()
+    mesh = sharding.MeshConfig().build(jax.devices()[:1])
+    lengths = {"task": "tiny_reviews", "max_input_length": 24, "max_length": 6}
+    changes = [{}, {"batch_size": 3}, {"num_examples": 2}, {"max_length": 3}, {"every_nth": 2}]
+    measures = [TaskEval(**lengths | change).build(tiny_run.CONFIG, mesh) for change in changes]
+    first, same, *others = (measure.identity for measure in measures)
+    assert first == same
+    assert len({first, *others}) == 1 + len(others)
+
+
 def test_a_task_without_the_split_is_refused():
     with pytest.raises(UserError, match=r"split=test is none of validation, the splits of tiny"):
         task_data.check_task(task(), "test", vocab_size=384)

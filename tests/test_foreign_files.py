@@ -292,7 +292,10 @@ RECORDS = [
     *[(("format",), value) for value in [*WRONG, 2]],
     *[(("model",), value) for value in WRONG],
     *[(("model", "encoder", "num_layers"), value) for value in (10**9, HUGE, 10**30)],
-    *[(("best",), value) for value in [*WRONG, {"value": "1"}, {"value": [1]}]],
+    *[
+        (("best",), value)
+        for value in [*WRONG, {"value": "1"}, {"value": [1]}, {"value": 1, "evaluation": [1]}]
+    ],
 ]
 
 

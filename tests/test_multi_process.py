@@ -18,7 +18,7 @@ import pytest
 import sampling_run
 
 from convt5 import train
-from convt5.checkpoints import reading
+from convt5.checkpoints import reading, record
 
 pytestmark = pytest.mark.slow
 TIMES = {"seconds_per_step", "data_wait_share", "train_seconds", "train_cpu_seconds"}
@@ -81,6 +81,8 @@ def assert_alike(run_dir, other, *, step=8):
     for mine, reference in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(reference, rel=1e-5)
         assert mine["order"] == reference["order"]
+    saved = (record.read(folder / "checkpoints" / str(step)) for folder in (run_dir, other))
+    assert len({about["best"]["evaluation"] for about in saved} - {""}) == 1
     trees = (arrays(run_dir, step), arrays(other, step))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *trees)
 

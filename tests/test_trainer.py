@@ -1112,6 +1112,27 @@ def test_any_number_is_better_than_a_first_value_that_is_none(mode):
     assert "since step 3, where it was 0.5000" in patience.text()
 
 
+def test_values_on_other_evaluation_data_are_not_compared(run, tmp_path, capsys):
+    early = {"early_stop_evaluations": 100, "eval_every_steps": 1}
+    run(num_steps=4, **early)
+    folder = tmp_path / "run" / "checkpoints"
+    easy = min((r["validation/loss"], r["step"]) for r in records(tmp_path))
+    assert easy[1] == checkpoint.best_step(folder) == 4
+    assert "is measured on other examples" not in capsys.readouterr().err
+    # Targets that the model does not learn: every later loss is higher.
+    harder = RandomData(seed=2, num_batches=3, shift=5)
+    result = run(num_steps=9, eval_data=harder, **early)
+    later = {r["step"]: r["validation/loss"] for r in records(tmp_path) if r["step"] > 4}
+    assert min(later.values()) > easy[0]
+    best = min(later, key=later.__getitem__)
+    assert (result.best_step, result.best_value) == (best, later[best])
+    assert checkpoint.best_step(folder) == best
+    assert {4, best, 9} <= {*reading.steps_in(folder)}  # The earlier best one is not lost.
+    shown = capsys.readouterr().err
+    assert shown.count("validation/loss is measured on other examples than after step 4") == 1
+    assert f"best {later[best]:.4f} after step {best}" in shown
+
+
 def test_patience_goes_on_from_a_state_of_its_own_metric_only():
     config = checkpoint.CheckpointConfig(best_metric="sst2/accuracy", best_mode="max")
     patience = Patience(config, 1)
@@ -1125,6 +1146,20 @@ def test_patience_goes_on_from_a_state_of_its_own_metric_only():
         assert other.state()["best_step"] == 0
     older = {name: state[name] for name in ("best_step", "best_value", "since")}
     assert Patience(config, 1, state=older).is_exhausted
+
+
+def test_patience_restarts_where_other_examples_are_measured():
+    config = checkpoint.CheckpointConfig()
+    patience = Patience(config, 2)
+    for step, evaluation in enumerate(["", "a", "a"], start=1):
+        assert not patience.add(step, float(step), evaluation)
+    assert patience.is_exhausted
+    resumed = Patience(config, 2, state=json.loads(json.dumps(patience.state())))
+    assert not resumed.add(4, 9.0, "")  # Not known, so not another.
+    changed = resumed.add(5, 9.5, "b")
+    assert "validation/loss is measured on other examples than after step 1" in changed
+    assert (resumed.best_step, resumed.best_value) == (5, 9.5)
+    assert not resumed.is_exhausted
 
 
 def test_settings_of_a_wrong_type_are_told_together_before_anything_is_made(tmp_path):

@@ -75,6 +75,34 @@ def test_every_measurement_takes_the_same_batches(split):
     assert [validation.measure(jnp.float32(1))["loss"] for _ in range(3)] == [2.0, 2.0, 2.0]
 
 
+def identity(split, *batches, **settings):
+    validation = Validation(Listed(batches), eval_step, split, num_batches=None, **settings)
+    assert not validation.identity
+    validation.measure(jnp.float32(1))
+    first = validation.identity
+    validation.measure(jnp.float32(2))
+    assert validation.identity == first
+    return first
+
+
+def test_the_same_rows_in_any_order_are_one_evaluation_and_any_other_row_makes_another(split):
+    rows = batch([1, 2], 1), batch([3, 4], 1)
+    mixed = {name: rows[0][name].copy() for name in rows[0]}
+    swapped = {name: rows[1][name].copy() for name in rows[1]}
+    for name in mixed:
+        mixed[name][0], swapped[name][0] = rows[1][name][0], rows[0][name][0]
+    first = identity(split, *rows)
+    assert identity(split, *reversed(rows)) == identity(split, mixed, swapped) == first
+    others = [
+        rows[:1],
+        (*rows, rows[0]),
+        (rows[0], batch([3, 5], 1)),
+        (rows[0], batch([4, 3], 1)),
+        (rows[0], batch([3, 4], [1, 0])),
+    ]
+    assert len({identity(split, *other) for other in others} - {first}) == len(others)
+
+
 def test_a_number_of_batches_limits_a_measurement(split):
     data = Listed((batch([1], 1), batch([3], 1)), num_epochs=None)
     assert Validation(data, eval_step, split, num_batches=1).measure(jnp.float32(1))["loss"] == 1

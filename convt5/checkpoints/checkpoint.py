@@ -160,7 +160,7 @@ class Checkpointer:
         self._description = record.describe_config(model_config)
         late_errors.silence()
         _put_back(self.directory)
-        self._values = _values(_read_measured(self.directory), config.best_metric)
+        self._measured = _read_measured(self.directory)
         # Until one has been read back, at the start and after a failure, none is deleted.
         self._keeps_all = True
         self._unread: _Unread | None = None
@@ -176,6 +176,7 @@ class Checkpointer:
         data: DataPositions,
         progress: Mapping[str, Any] | None = None,
         best_value: float | None = None,
+        evaluation: str = "",
     ) -> None:
         """Copies the state off the devices, then writes it in the background.
 
@@ -193,6 +194,8 @@ class Checkpointer:
             progress: small JSON values of the trainer.
             best_value: the value of `best_metric`, which decides what is kept; None if not
                 measured.
+            evaluation: identifies what the model was measured on, and how; "" if not known. Values
+                of different ones are not compared.
 
         Raises:
             TrainingError: this checkpoint could not be written or read back; in a run of several
@@ -200,9 +203,10 @@ class Checkpointer:
         """
         params, optimizer = _split(state)
         if best_value is not None and math.isfinite(best_value):
-            self._values[step] = best_value
+            self._measured[step] = self._best(best_value) | {"evaluation": evaluation}
         about = {
-            **self._about(params, optimizer, value=self._values.get(step)),
+            **self._about(params, optimizer),
+            "best": self._measured.get(step, self._best(None)),
             "data_shards": data.num_shards,
             "progress": dict(progress or {}),
         }
@@ -229,22 +233,23 @@ class Checkpointer:
                 self._keeps_all = False
                 self._delete_old()
 
-    def _about(
-        self, params: Mapping[str, Any], optimizer: Mapping[str, Any], *, value: float | None
-    ) -> dict[str, Any]:
-        """Returns the record of the arrays and of their value of `best_metric`."""
+    def _about(self, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the record of the arrays."""
         return {
             "format": record.FORMAT,
             "params": record.shapes(params),
             "optimizer": record.shapes(optimizer),
             "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
             "model": self._description,
-            "best": {
-                "metric": self.config.best_metric,
-                "mode": self.config.mode,
-                metric_names.PERCENT: True,
-                "value": value,
-            },
+        }
+
+    def _best(self, value: float | None) -> dict[str, Any]:
+        """Returns the record of a value of `best_metric`."""
+        return {
+            "metric": self.config.best_metric,
+            "mode": self.config.mode,
+            metric_names.PERCENT: True,
+            "value": value,
         }
 
     def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:
@@ -305,7 +310,13 @@ class Checkpointer:
         return Manager(self.directory, self._kept)
 
     def _kept(self, steps: Sequence[int]) -> set[int]:
-        return {*steps} if self._keeps_all else self.config.kept(steps, self._values)
+        if self._keeps_all:
+            return {*steps}
+        # The best of earlier evaluations is kept too: which of them is wanted cannot be known.
+        evaluations = {best.get("evaluation", "") for best in self._measured.values()} or {""}
+        metric = self.config.best_metric
+        by_evaluation = (_values(self._measured, metric, each) for each in evaluations)
+        return {step for values in by_evaluation for step in self.config.kept(steps, values)}
 
     @contextlib.contextmanager
     def _naming_write_errors(self) -> Iterator[None]:
@@ -330,7 +341,7 @@ class Checkpointer:
             if self._unread is None or jax.process_count() > 1:
                 raise
             step, self._unread = self._unread.step, None
-            self._values.pop(step, None)
+            self._measured.pop(step, None)
             self._manager.reload()
             self._keeps_all = True
             reason = errors.lack_of_room(error) or reading.first_line(error)
@@ -360,7 +371,7 @@ class Checkpointer:
 
     def _delete_old(self) -> None:
         steps = self._manager.all_steps()
-        for step in sorted({*steps} - self.config.kept(steps, self._values)):
+        for step in sorted({*steps} - self._kept(steps)):
             self._manager.delete(step)
 
     def _move_aside(self, step: int) -> None:
@@ -483,6 +494,8 @@ def _read(
 def best_step(directory: epath.PathLike) -> int | None:
     """Returns the best of the checkpoints in a folder by the metric that the run selected.
 
+    Only values measured like the last one count: on the same examples, in the same way.
+
     Returns None if none of them was measured.
     """
     measured = _read_measured(epath.Path(directory))
@@ -490,7 +503,7 @@ def best_step(directory: epath.PathLike) -> int | None:
         return None
     last = measured[max(measured)]  # A resumed run may select another metric.
     config = CheckpointConfig(best_metric=last["metric"], best_mode=last["mode"])
-    return config.ranked(_values(measured, config.best_metric))[0]
+    return config.ranked(_values(measured, config.best_metric, last.get("evaluation", "")))[0]
 
 
 def _aside(directory: epath.Path) -> epath.Path:
@@ -616,14 +629,19 @@ def _check_ema(saved: Mapping[str, str], expected: Mapping[str, Any], *, where: 
 
 
 def _read_measured(directory: epath.Path) -> dict[int, dict[str, Any]]:
-    """Returns metric, mode and value of each measured checkpoint."""
+    """Returns metric, mode, value and evaluation of each measured checkpoint."""
     by_step = {step: _best(directory / str(step)) for step in reading.steps_in(directory)}
     return {step: best for step, best in by_step.items() if best}
 
 
-def _values(measured: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
+def _values(
+    measured: Mapping[int, Mapping[str, Any]], metric: str, evaluation: str
+) -> dict[int, float]:
+    """Returns the values of a metric from one evaluation; earlier versions did not name theirs."""
     with_factors = {
-        step: (best, metric_names.factor(best, metric)) for step, best in measured.items()
+        step: (best, metric_names.factor(best, metric))
+        for step, best in measured.items()
+        if not evaluation or best.get("evaluation", "") in ("", evaluation)
     }
     return {step: factor * best["value"] for step, (best, factor) in with_factors.items() if factor}
 
@@ -637,5 +655,5 @@ def _best(folder: epath.Path) -> dict[str, Any]:
             raise refused from error  # A value that is forgotten lets the best one be deleted.
         return {}
     if isinstance(best, dict) and isinstance(best.get("value"), int | float):
-        return best
+        return best if isinstance(best.get("evaluation", ""), str) else {}
     return {}

@@ -5,7 +5,9 @@ task's postprocessor, and scores as log-probabilities of targets.
 """
 
 import functools
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -117,6 +119,13 @@ class Evaluator:
                 f"task={task.name}: the targets of split={split} are all empty, or none of its "
                 "labels is correct; correct the data."
             )
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Identifies the examples, and how they are measured."""
+        settings = [self.predict_config.described(), self._decodes, self._are_answers]
+        rows = [row_numbers(self.examples), self._sources, self._targets]
+        return hashlib.sha256(json.dumps([settings, rows]).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
         """Returns the number of examples of the task, and how many are truncated."""

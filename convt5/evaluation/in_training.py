@@ -112,6 +112,11 @@ class TaskMeasure:
         self._evaluator = evaluator
         self._mesh = mesh
 
+    @property
+    def identity(self) -> str:
+        """Identifies the examples, and how they are measured."""
+        return self._evaluator.identity
+
     def describe(self) -> str:
         """Returns what is measured, and how much of it is truncated."""
         return f"data of {self.name}: {self._evaluator.describe()}"

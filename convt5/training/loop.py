@@ -118,7 +118,11 @@ class Batches(Protocol):
 
 
 class TaskMeasure(Protocol):
-    """Metrics of a task; see `evaluation.in_training.TaskMeasure`."""
+    """Metrics of a task; see `evaluation.in_training.TaskMeasure`.
+
+    An `identity` of the examples and of how they are measured is optional; values of different
+    ones are not compared.
+    """
 
     name: str
 
@@ -205,7 +209,7 @@ class Loop:
         self._compiled: compilation.CompiledStep | None = None
         self._pending: _Pending | None = None
         self._machine: tuple[int, dict[str, Any]] | None = None  # Until a step has been made on it.
-        self._best_value: tuple[int, float] | None = None  # step, value
+        self._last_value: tuple[int, float, str] | None = None  # step, value, evaluation
         self._missing_metric = ""
         self._patience = Patience(
             checkpointer.config,
@@ -218,6 +222,12 @@ class Loop:
     def model(self) -> nnx.Module:
         """The model with its current parameters."""
         return self._state.model
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The best step and its value of the best metric; None before the first number."""
+        value = self._patience.best_value
+        return None if math.isnan(value) else (self._patience.best_step, value)
 
     @property
     def is_complete(self) -> bool:
@@ -451,8 +461,9 @@ class Loop:
         self._write(self.step, record)
         metric = self._checkpointer.config.best_metric
         if metric in record:
-            self._best_value = (self.step, record[metric])
-            self._patience.add(self.step, record[metric])
+            self._last_value = (self.step, record[metric], self._evaluation(metric))
+            if changed := self._patience.add(*self._last_value):
+                self._log.message(changed)
         elif self._measures(self.step):
             self._missing_metric = (
                 f"{self._checkpointer.config.unmeasured(record)} The {self.step} steps so far "
@@ -482,14 +493,21 @@ class Loop:
 
     def _measured(self, model: nnx.Module) -> dict[str, float]:
         """Returns the validation and task metrics of a model."""
-        measures: list[tuple[str, Any]] = [(task.name, task) for task in self._task_measures]
-        if self._validation is not None:
-            measures.insert(0, ("validation", self._validation))
         return {
             f"{name}/{metric}": value
-            for name, measure in measures
+            for name, measure in self._measures_by_name.items()
             for metric, value in measure.measure(model).items()
         }
+
+    def _evaluation(self, metric: str) -> str:
+        """Returns what identifies the examples of a metric, and how they are measured."""
+        name = metric.removeprefix("ema/").partition("/")[0]
+        return getattr(self._measures_by_name.get(name), "identity", "")
+
+    @property
+    def _measures_by_name(self) -> dict[str, Any]:
+        validation = {} if self._validation is None else {"validation": self._validation}
+        return validation | {task.name: task for task in self._task_measures}
 
     def _write(self, step: int, record: dict[str, float]) -> None:
         self._log.record(step, record)
@@ -499,7 +517,7 @@ class Loop:
         if self._is_saved:
             return
         self._log.sync()
-        measured, value = self._best_value or (None, None)
+        measured, value, evaluation = self._last_value or (None, None, "")
         progress = self._meter.state() | {
             "patience": self._patience.state(),
             "measured_step": self._measured_step,
@@ -514,6 +532,7 @@ class Loop:
                 data=batches.positions(),
                 progress=progress,
                 best_value=value if measured == self.step else None,
+                evaluation=evaluation,
             )
         self._saved_step = self.step
         self._is_saved = True

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Collection
 
 import jax
@@ -96,7 +95,7 @@ def write(
     metric = checkpoint.best_metric
     measured = {int(r["step"]): r[metric] for r in records if metric in r}
     last = max(measured, default=None)
-    ranked = checkpoint.ranked({s: v for s, v in measured.items() if math.isfinite(v)})
+    best_step, best_value = loop.best or (None, None)
     entropy = validation.target_unigram_entropy() if validation else None
     if entropy is None and path.exists():
         # The file may be cut short by a kill, or be another file; it is rewritten below.
@@ -112,8 +111,8 @@ def write(
         metric=metric if measured else None,
         metric_value=None if last is None else measured[last],
         metric_step=last,
-        best_value=measured[ranked[0]] if ranked else None,
-        best_step=ranked[0] if ranked else None,
+        best_value=best_value,
+        best_step=best_step,
     )
     if jax.process_index() == 0:
         with run_directory.writing(folder):

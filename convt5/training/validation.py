@@ -4,6 +4,7 @@ The trainer measures it periodically; the unigram entropy of the targets puts it
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,35 @@ class TargetCounts:
         return float(-(shares * np.log(shares)).sum())
 
 
+class RowSum:
+    """A sum over rows that identifies them, in any order; rows of zeros add nothing."""
+
+    def __init__(self):
+        self._sum = self._num_rows = self._num_batches = 0
+
+    def add(self, batch: HostBatch) -> None:
+        """Adds this host's rows of a batch."""
+        self._num_batches += 1
+        arrays = [batch[name] for name in sorted(batch)]
+        for row in range(len(arrays[0])):
+            content = b"".join(array[row].tobytes() for array in arrays)
+            self._num_rows += 1
+            self._sum += zlib.crc32(content) if any(content) else 0
+
+    def over_all_hosts(self, batch_size: int) -> str:
+        """Returns the sum over the rows of all hosts; all of them must call it.
+
+        Args:
+            batch_size: rows of a batch over all hosts, which may hold some of them together.
+        """
+        if jax.process_count() == 1:
+            return f"{self._sum:x}"
+        halves = np.array([*divmod(self._sum, 2**32), self._num_rows], np.uint32)
+        upper, lower, num_rows = np.asarray(multihost_utils.process_allgather(halves)).T.tolist()
+        total = sum(upper) * 2**32 + sum(lower)
+        return f"{total // (sum(num_rows) // (self._num_batches * batch_size)):x}"
+
+
 def check_num_batches(num_batches: int | None, config: DataConfig | None) -> None:
     """Raises `UserError` for an evaluation without batches, or without an end.
 
@@ -159,6 +189,7 @@ class Validation:
         self._batches: data_shards.ShardedBatches | None = None
         self._start = b""
         self._counts: TargetCounts | None = None
+        self._identity = ""
 
     def prepare(self) -> None:
         """Reads one batch, so that invalid data is found before training.
@@ -173,6 +204,11 @@ class Validation:
         """Names of the labels of images, if they have names; known once prepared."""
         return self._batches.class_names if self._batches else ()
 
+    @property
+    def identity(self) -> str:
+        """Identifies the rows measured, in any order and on any hosts; known once measured."""
+        return self._identity
+
     def metric_names(self, model: nnx.Module) -> list[str]:
         """Returns the names of the metrics that `measure` returns; abstract shapes suffice."""
         batch = self._place(next(self._from_the_start()))
@@ -186,15 +222,20 @@ class Validation:
             UserError: there is no batch.
         """
         counts = TargetCounts()
+        rows = None if self._identity else RowSum()
         total = None
         dispatched = None
         for batch in self._from_the_start():
             counts.add(batch)
+            if rows is not None:
+                rows.add(batch)
             placed = self._place(batch)
             # Reads results one batch behind, so devices do not wait and batches do not pile up.
             total = _add(total, dispatched)
             dispatched = self._eval_step(model, placed.arrays)
         self._counts = counts.over_all_hosts()
+        if rows is not None:
+            self._identity = rows.over_all_hosts(self._config.batch_size)
         means = _add(total, dispatched).reported()
         return {name: float(value) for name, value in means.items()}
 
