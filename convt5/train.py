@@ -132,7 +132,7 @@ def dry_run(run: "TrainRun") -> str:
             f"  batch          {plan.batch_size} rows",
             f"  steps          {run.num_steps:,}",
             f"  run directory  {run.run_dir}",
-            *run.unused(),
+            *run.notes(),
         ]
     )
 

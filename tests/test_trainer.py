@@ -27,6 +27,7 @@ from convt5.evaluation import EvalConfig, PredictConfig, TaskEval
 from convt5.interchange import initialization
 from convt5.modeling import sharding
 from convt5.sweeps.study import Grid
+from convt5.text import task_format
 from convt5.train import dry_run
 from convt5.training import optimizer, run_directory, run_log, schedule
 from convt5.training.averaging import EMA
@@ -167,6 +168,31 @@ def test_a_run_is_checked_and_planned_before_anything_is_written(run, monkeypatc
     assert plan.mesh.shape["fsdp"] == 2
     assert plan.num_parameters() == WIDTH * WIDTH
     assert not (tmp_path / "run").exists()
+
+
+@dataclasses.dataclass(frozen=True)
+class Written(RandomData):
+    """Data of a task that writes its inputs by a template."""
+
+    task: str = "topics"
+    template: str = "topic: {text}"
+
+    def task_formats(self):
+        return (task_format.of_template(self.task, self.template),)
+
+
+def test_inputs_that_an_evaluation_writes_otherwise_are_noted(run, monkeypatch):
+    monkeypatch.setitem(globals(), "train", TrainRun)
+    other = Written(template="{text} topic:")
+    for measured, is_noted in (
+        ({"eval_data": Written()}, False),
+        ({"eval_data": other}, True),
+        ({"eval_data": other, "task_evals": [other]}, True),
+        ({"task_evals": [dataclasses.replace(other, task="another")]}, False),
+    ):
+        notes = run(train_data=Written(), **measured).notes()
+        assert len(notes) == is_noted
+        assert all("'{text} topic:'" in note and "'topic: {text}'" in note for note in notes)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from convt5.errors import checks
 from convt5.evaluation.settings import EvalConfig, PredictConfig
 from convt5.modeling.architecture import ConvT5Config
 from convt5.text import vocabulary_files
+from convt5.text.task_format import TaskFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,10 @@ class TaskEval:
         text = vocabulary_files.of_features(task.output_features)
         has_sentinels = task_data.find_format(task).makes_sentinels
         return text and text._replace(holds_sentinels=has_sentinels)
+
+    def task_formats(self) -> tuple[TaskFormat, ...]:
+        """Returns how the task writes its inputs."""
+        return (_task_data().find_format(self.task),)
 
     def _find_task(self, model: ConvT5Config) -> Any:
         task_data = _task_data()

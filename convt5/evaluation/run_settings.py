@@ -353,22 +353,10 @@ def task_format(
 
 
 def format_notes(checkpoint: str, used: Iterable[TaskFormat]) -> list[str]:
-    """Returns a note for each format that differs from that of training.
-
-    That is the format of the same task, or else of tasks with the same template, such as questions
-    made from text, of which those of SQuAD are another task.
-    """
-    trained, notes = formats.load(checkpoint) or (), []
-    for now in used:
-        alike = [one for one in trained if one.task == now.task]
-        alike = alike or [one for one in trained if one.parts and one.parts == now.parts]
-        told = [dataclasses.replace(one, task=now.task).described() for one in alike]
-        if told and now.described() not in told:
-            notes.append(
-                f"note: {now.described()}; but in the training of {checkpoint}, "
-                f"{alike[0].described()}."
-            )
-    return notes
+    """Returns a note for each format that differs from that of training."""
+    changed = formats.differences(used, formats.load(checkpoint) or ())
+    where = f"in the training of {checkpoint}"
+    return [f"note: {now.described()}; but {where}, {then.described()}." for now, then in changed]
 
 
 def describe_answers(format: TaskFormat | None, config: PredictConfig, *, raw: bool = False) -> str:

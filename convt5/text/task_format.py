@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -263,6 +263,24 @@ def of_data(data: Any) -> tuple[TaskFormat, ...]:
     """Returns the formats of the tasks of a `data.DataConfig` or cache; empty for other data."""
     describe = getattr(data, "task_formats", None)
     return tuple(describe()) if describe else ()
+
+
+def differences(
+    used: Iterable[TaskFormat], trained: Sequence[TaskFormat]
+) -> list[tuple[TaskFormat, TaskFormat]]:
+    """Returns each format that writes inputs otherwise than in training, and that of training.
+
+    That is the format of the same task, or else of tasks with the same template, such as questions
+    made from text, of which those of SQuAD are another task.
+    """
+    changed = []
+    for now in used:
+        alike = [one for one in trained if one.task == now.task]
+        alike = alike or [one for one in trained if one.parts and one.parts == now.parts]
+        told = [dataclasses.replace(one, task=now.task).described() for one in alike]
+        if told and now.described() not in told:
+            changed.append((now, alike[0]))
+    return changed
 
 
 def write(folder: epath.PathLike, formats: Sequence[TaskFormat]) -> None:

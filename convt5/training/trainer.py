@@ -177,8 +177,8 @@ class TrainRun(StepConfig, Intervals):
         """Returns whether all vocabulary files exist on this machine, none in a bucket."""
         return data_checks.vocabulary_is_here(self.data)
 
-    def unused(self) -> list[str]:
-        """Returns a sentence for each setting that no layer uses, and one for idle steps."""
+    def notes(self) -> list[str]:
+        """Returns a sentence for each setting that no layer uses, and for others to look at."""
         sentences = getattr(self.model, "unused", list)()
         end = getattr(self.schedule, "total_steps", self.num_steps)
         if end < self.num_steps and not getattr(self.schedule, "final_fraction", 1):
@@ -186,6 +186,13 @@ class TrainRun(StepConfig, Intervals):
                 f"the learning rate is 0 after step {end}, the total_steps of "
                 f"{type(self.schedule).__name__}: the steps from there to num_steps="
                 f"{self.num_steps} change no parameter; raise total_steps, or final_fraction."
+            )
+        measured = (self.eval_data, *self.task_evals)
+        used = dict.fromkeys(one for each in measured for one in task_format.of_data(each))
+        trained = task_format.of_data(self.train_data)
+        for now, then in task_format.differences(used, trained):
+            sentences.append(
+                f"in evaluation, {now.described()}; but in training, {then.described()}."
             )
         return sentences
 
@@ -476,7 +483,7 @@ class _Session:
             f"{plan.mesh.devices.size} x {device.device_kind}{f' ({mesh})' if mesh else ''}, run "
             f"directory {self._folder}"
         )
-        for sentence in run.unused():
+        for sentence in run.notes():
             self._log.message(sentence)
         if repeats := determinism.describe(device.platform):
             self._log.message(repeats)
