@@ -186,6 +186,8 @@ def paper_task(
     data_dir: str | None = None,
     validation_fraction: float = VALIDATION_FRACTION,
     invalid_utf8: InvalidUtf8 = "refuse",
+    balance: bool = False,
+    space_punctuation: bool = False,
     rank: bool = False,
 ) -> seqio.Task:
     """Returns a classification task of the paper, from TFDS or from local files.
@@ -199,11 +201,11 @@ def paper_task(
         data_dir: folder of prepared TFDS data; None means TFDS's `~/tensorflow_datasets`.
         validation_fraction: fraction of the local "train" rows held out if there are no files for
             "validation".
-        invalid_utf8: for local files, as in `text_classification`.
-        rank: see `classification_task`; the task is then called `<name>_rank`.
+        invalid_utf8, balance: for local files, as in `text_classification`.
+        space_punctuation, rank: see `classification_task`; the task is then called `<name>_rank`.
 
     Raises:
-        UserError: there is no such task, or `path` has no files.
+        UserError: there is no such task, `path` has no files, or `balance` is set without files.
     """
     if name not in PAPER_TASKS:
         raise errors.UserError(
@@ -222,8 +224,15 @@ def paper_task(
             layout=task.layout,
             validation_fraction=validation_fraction,
             invalid_utf8=invalid_utf8,
+            balance=balance,
+            space_punctuation=space_punctuation,
             rank=rank,
             name=name,
+        )
+    if balance:
+        raise errors.UserError(
+            f"balance=True of {name} repeats rows of local files, but path=None reads TFDS; set "
+            "path, or leave balance out."
         )
     return classification_task(
         name,
@@ -232,6 +241,7 @@ def paper_task(
         prompt=task.prompt,
         labels=task.labels,
         preprocessors=[functools.partial(_tfds_rows, to_row=task.to_row, keep=task.keep)],
+        space_punctuation=space_punctuation,
         rank=rank,
     )
 
@@ -258,7 +268,9 @@ class TextClassification:
             every n-th row, n being its rounded inverse; 0 makes no "validation" split.
         invalid_utf8: of text that is not UTF-8, "refuse" raises an error that names file and line,
             "replace" inserts U+FFFD, "skip" skips the row.
-        metric_fns, rank: see `classification_task`.
+        balance: repeats rows of "train" until every label is as frequent as the most frequent one,
+            for files that have labels in other shares than the texts to predict.
+        metric_fns, space_punctuation, rank: see `classification_task`.
         name: name of the task; use the same one if you register it.
 
     Raises:
@@ -278,7 +290,9 @@ class TextClassification:
     vocabulary: seqio.Vocabulary | None = None
     validation_fraction: float = VALIDATION_FRACTION
     invalid_utf8: InvalidUtf8 = "refuse"
+    balance: bool = False
     metric_fns: Sequence[metrics.LabelMetric] = ()
+    space_punctuation: bool = False
     rank: bool = False
     name: str = "text_classification"
 
@@ -301,6 +315,7 @@ class TextClassification:
             layout=self.layout,
             validation_fraction=self.validation_fraction,
             invalid_utf8=self.invalid_utf8,
+            balance=_TARGET if self.balance else None,
         )
         return classification_task(
             self.name,
@@ -309,6 +324,7 @@ class TextClassification:
             prompt=prompt,
             labels=generated,
             metric_fns=self.metric_fns,
+            space_punctuation=self.space_punctuation,
             rank=self.rank,
         )
 
@@ -395,6 +411,7 @@ def classification_task(
     labels: Sequence[str],
     preprocessors: Sequence[Callable[..., tf.data.Dataset]] = (),
     metric_fns: Sequence[metrics.LabelMetric] = (),
+    space_punctuation: bool = False,
     rank: bool = False,
 ) -> seqio.Task:
     """Returns a task whose target is the text of a label.
@@ -408,6 +425,8 @@ def classification_task(
         preprocessors: produce the fields of `prompt`, and the text of the label in "label".
         metric_fns: metrics beside accuracy and F1, as functions of targets, predictions and
             `labels`.
+        space_punctuation: puts spaces around punctuation in inputs, as T5 does for SQuAD, where
+            some texts have them, as SST-2 has, and others have not.
         rank: for evaluation only: makes an example for each label of each row, and selects the most
             likely label. Needs no decoding, and every answer is valid. Adds "_rank" to the name.
 
@@ -423,7 +442,9 @@ def classification_task(
         )
     label_checks.check_ids(labels, vocabulary, name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    written = task_format.of_template(name, prompt, labels=tuple(labels))
+    written = task_format.of_template(
+        name, prompt, labels=tuple(labels), space_punctuation=space_punctuation
+    )
     steps = [
         *preprocessors,
         functools.partial(formats.write_inputs, format=written, others=_label_as_target),

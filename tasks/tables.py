@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -282,6 +283,8 @@ class TableSource(ItemSource):
         validation_fraction: fraction of the "train" rows held out if there are no files for
             "validation", in [0, 0.5]: every n-th row, where n is 1 / validation_fraction rounded.
         invalid_utf8: see `read_rows`.
+        balance: a field of the examples: rows of "train" are repeated until each of its values is
+            as frequent as the most frequent one.
     """
 
     def __init__(
@@ -293,6 +296,7 @@ class TableSource(ItemSource):
         layout: Layout | None = None,
         validation_fraction: float = 0.0,
         invalid_utf8: local_files.InvalidUtf8 = "refuse",
+        balance: str | None = None,
     ):
         local_files.check_invalid_utf8(invalid_utf8)
         holdout_every = local_files.holdout_every(validation_fraction)
@@ -303,6 +307,7 @@ class TableSource(ItemSource):
         self._invalid_utf8: local_files.InvalidUtf8 = invalid_utf8
         self._tallies: dict[str, local_files.Tally] = {}
         self._layout = layout
+        self._balance = balance
         divides = "train" in self._files and "validation" not in self._files
         self._holdout_every = holdout_every if divides else None
         self._tables: dict[str, dict[str, Any]] = {}
@@ -315,6 +320,8 @@ class TableSource(ItemSource):
         about = [files, self._columns, self._holdout_every]
         if self._invalid_utf8 != "refuse":
             about.append(self._invalid_utf8)
+        if self._balance is not None:
+            about.append({"balance": self._balance})
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
     def files(self, split: str) -> list[str]:
@@ -322,8 +329,12 @@ class TableSource(ItemSource):
         return self._files.get(split, [])
 
     def items(self, split: str) -> tuple[tf.data.Dataset, int]:
-        num_rows = len(next(iter(self._table(split).values())))
-        return tf.data.Dataset.range(num_rows), num_rows
+        table = self._table(split)
+        if self._balance is None or split != "train":
+            num_rows = len(next(iter(table.values())))
+            return tf.data.Dataset.range(num_rows), num_rows
+        rows = _balanced(table[self._balance].numpy())
+        return tf.data.Dataset.from_tensor_slices(rows), len(rows)
 
     def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
         table = self._table(split)
@@ -403,6 +414,14 @@ class TableSource(ItemSource):
             raise
         except errors.UserError:
             return  # Names of columns are no values.
+
+
+def _balanced(values: np.ndarray) -> np.ndarray:
+    """Returns all row numbers, and then rows of rarer values again, until all are as frequent."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    missing = counts.max() - counts
+    again = [np.resize(np.flatnonzero(places == place), n) for place, n in enumerate(missing)]
+    return np.concatenate([np.arange(len(values)), *again])
 
 
 def _suffix(file: str) -> str | None:

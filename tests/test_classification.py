@@ -1,8 +1,10 @@
 """Classification reads TFDS and local files alike, generates or ranks labels, names bad rows."""
 
+import collections
 import functools
 import gzip
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -27,6 +29,7 @@ from task_examples import examples
 from convt5 import data, errors, evaluation
 from convt5.configuration import gin_config
 from convt5.runtime import local_files
+from convt5.text import task_format
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 ROWS = [
@@ -733,3 +736,60 @@ def test_fields_may_have_any_name_but_that_of_the_answer(tmp_path):
         task("label")
     with pytest.raises(errors.UserError, match="inputs would contain the answer"):
         task("Review Text", "Review Text")
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (1, 4), (7, 3), (1, 0)])
+def test_every_label_becomes_as_frequent_as_the_most_frequent_one(tmp_path, shares):
+    rows = [
+        {"text": f"{label} {n}", "label": label}
+        for label, count in zip(("bad", "good"), shares, strict=True)
+        for n in range(count)
+    ]
+    for split in ("train", "test"):
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    plain, balanced = (
+        text_classification(tmp_path, ["bad", "good"], validation_fraction=0, balance=balance)
+        for balance in (False, True)
+    )
+    assert texts(balanced, "test") == texts(plain, "test")
+    read = collections.Counter(texts(balanced))
+    assert read.keys() == set(texts(plain))
+    by_label = collections.Counter()
+    for (inputs, label), count in read.items():
+        by_label[label] += count
+        share = max(shares) / shares[label == "good"]
+        assert math.floor(share) <= count <= math.ceil(share), inputs
+    assert set(by_label.values()) == {max(shares)}
+    assert balanced.source.fingerprint() != plain.source.fingerprint()
+
+
+def test_rows_that_are_held_out_are_not_repeated_in_training(tmp_path):
+    rows = [{"text": str(n), "label": "good" if n % 5 else "bad"} for n in range(50)]
+    write_rows(tmp_path / "train.jsonl", rows)
+    task = text_classification(tmp_path, ["bad", "good"], validation_fraction=0.1, balance=True)
+    held_out = texts(task, "validation")
+    assert len(held_out) == len(set(held_out)) == 5
+    assert not {*held_out} & {*texts(task)}
+
+
+def test_rows_of_prepared_data_are_not_repeated():
+    with pytest.raises(errors.UserError, match="balance=True of sst2 repeats rows of local files"):
+        paper_task("sst2", balance=True)
+
+
+def test_texts_with_and_without_spaces_around_punctuation_become_one(tmp_path):
+    written = [
+        {"text": text, "label": "good"}
+        for text in ("It's a film, I say.", "It ' s a film , I say .")
+    ]
+    write_rows(tmp_path / "train.jsonl", written)
+    settings = {"validation_fraction": 0, "name": "film"}
+    task = text_classification(tmp_path, ["bad", "good"], space_punctuation=True, **settings)
+    assert {inputs for inputs, _ in texts(task)} == {"film text: It ' s a film , I say . "}
+    (format,) = formats.of(task)
+    assert format.write({"text": "It's a film, I say."}) == "film text: It ' s a film , I say . "
+    assert "with spaces around punctuation" in format.described()
+    plain = text_classification(tmp_path, ["bad", "good"], **settings)
+    assert len({inputs for inputs, _ in texts(plain)}) == 2
+    changed = task_format.differences(formats.of(plain), formats.of(task))
+    assert changed == [(*formats.of(plain), format)]

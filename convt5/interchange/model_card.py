@@ -129,9 +129,7 @@ def _description(imported: Imported) -> list[str]:
 def _inputs(origin: epath.PathLike) -> list[str]:
     """Returns how the tasks of a model write their inputs, unless as plain texts."""
     lines = [
-        f"- {markdown.code(each.task)}: {markdown.code(each.template())}"
-        + ", with spaces around punctuation" * each.space_punctuation
-        + each.marks
+        f"- {markdown.code(each.task)}: {markdown.code(each.template())}" + each.marks
         for each in task_format.load(origin) or ()
         if each.parts and not each.is_plain
     ]

@@ -87,8 +87,10 @@ class TaskFormat:
 
     @property
     def marks(self) -> str:
-        """Describes the marks of shared words after a template; empty without them."""
-        return ", with * before words that a field shares with an earlier one" * self.mark_shared
+        """Describes, after a template, what else is written; empty for the fields alone."""
+        spaces = ", with spaces around punctuation" * self.space_punctuation
+        marked = ", with * before words that a field shares with an earlier one" * self.mark_shared
+        return spaces + marked
 
     @property
     def is_plain(self) -> bool:
