@@ -1140,6 +1140,7 @@ def test_any_number_is_better_than_a_first_value_that_is_none(mode):
 
 def test_values_on_other_evaluation_data_are_not_compared(run, tmp_path, capsys):
     early = {"early_stop_evaluations": 100, "eval_every_steps": 1}
+    run(num_steps=3, **early)
     run(num_steps=4, **early)
     folder = tmp_path / "run" / "checkpoints"
     easy = min((r["validation/loss"], r["step"]) for r in records(tmp_path))

@@ -124,8 +124,11 @@ class Evaluator:
     def identity(self) -> str:
         """Identifies the examples, and how they are measured."""
         settings = [self.predict_config.described(), self._decodes, self._are_answers]
-        rows = [row_numbers(self.examples), self._sources, self._targets]
-        return hashlib.sha256(json.dumps([settings, rows]).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(json.dumps(settings).encode())
+        rows = row_numbers(self.examples)
+        for row, source, target in zip(rows, self._sources, self._targets, strict=True):
+            digest.update(np.array([row, len(source), *source, *target], np.int64).tobytes())
+        return digest.hexdigest()[:32]
 
     def describe(self) -> str:
         """Returns the number of examples of the task, and how many are truncated."""

@@ -225,9 +225,9 @@ class Loop:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The best step and its value of the best metric; None before the first number."""
+        """The best step and its value of the best metric; None before the first finite one."""
         value = self._patience.best_value
-        return None if math.isnan(value) else (self._patience.best_step, value)
+        return (self._patience.best_step, value) if math.isfinite(value) else None
 
     @property
     def is_complete(self) -> bool:
