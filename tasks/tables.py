@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -207,6 +207,18 @@ def _split(name: str) -> str:
     return _SPLIT_NAMES.get(name.lower(), name)
 
 
+def _check_names(splits: Collection[str]) -> None:
+    """Raises `UserError` if a split is named much like "validation", which is to be made."""
+    known = [name for name in _SPLIT_NAMES if _split(name) == "validation"]
+    alike = [split for split in splits if re.split(r"[^a-z]", split.lower())[0] in known]
+    if alike:
+        raise errors.UserError(
+            f"there are files of split={alike[0]!r}, but none of split='validation', for which "
+            "rows of 'train' would be held out; name the files dev or validation, or set "
+            "validation_fraction=0 to hold out none."
+        )
+
+
 def _place(file: str, folder: str) -> tuple[tuple[str, str], str]:
     """Returns the split of a file in a folder, which part of it, and of a numbered set which."""
     path = file.removeprefix(folder).lstrip(os.sep)
@@ -310,6 +322,8 @@ class TableSource(ItemSource):
         self._balance = balance
         divides = "train" in self._files and "validation" not in self._files
         self._holdout_every = holdout_every if divides else None
+        if self._holdout_every:
+            _check_names(self._files)
         self._tables: dict[str, dict[str, Any]] = {}
         splits = [*self._files, *(["validation"] if self._holdout_every else [])]
         super().__init__(splits)

@@ -793,3 +793,21 @@ def test_texts_with_and_without_spaces_around_punctuation_become_one(tmp_path):
     assert len({inputs for inputs, _ in texts(plain)}) == 2
     changed = task_format.differences(formats.of(plain), formats.of(task))
     assert changed == [(*formats.of(plain), format)]
+
+
+@pytest.mark.parametrize(
+    "name", ["dev-v1.1.jsonl", "Dev_hard.csv", "valid-2/a.jsonl", "val2.jsonl"]
+)
+def test_rows_of_train_are_not_held_out_beside_files_that_are_meant_for_it(tmp_path, name):
+    write_rows(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write_rows(tmp_path / name, ROWS)
+    with pytest.raises(
+        errors.UserError, match=r"but none of split='validation', for which rows of"
+    ):
+        text_classification(tmp_path, LABELS)
+    assert len(text_classification(tmp_path, LABELS, validation_fraction=0).splits) == 2
+    for other in ("developers", "values", "test"):
+        (tmp_path / name).rename(tmp_path / f"{other}.jsonl")
+        assert "validation" in text_classification(tmp_path, LABELS).splits
+        (tmp_path / f"{other}.jsonl").rename(tmp_path / name)
