@@ -53,6 +53,11 @@ COMMAND = command_line.Command(
             "--to=safetensors --checkpoint=runs/dynamic --output_dir=exports/dynamic",
         ),
         (
+            "export the mean of runs that were fine-tuned from one model with different seeds",
+            "--to=safetensors --checkpoint=runs/seed_0 --average=runs/seed_1 --average=runs/seed_2 "
+            "--output_dir=exports/mean",
+        ),
+        (
             "export encoder and decoding step as programs that need no convt5",
             "--to=stablehlo --checkpoint=runs/dynamic --output_dir=exports/programs "
             "--encoder_length=512 --decoder_length=114",
@@ -136,6 +141,12 @@ COMMAND = command_line.Command(
             "step", "the step of a run to read (default: the newest).", {"type": int}
         ),
         command_line.Flag(
+            "average",
+            "another run of the same model and vocabulary, whose parameters the exported ones are "
+            "the mean of; give the flag once for each.",
+            {"action": "append", "default": []},
+        ),
+        command_line.Flag(
             "encoder_length",
             "input length of stablehlo programs, in tokens (default: 512, or what the model's "
             "positions reach).",
@@ -162,6 +173,7 @@ def main(argv: Sequence[str]) -> int:
         )
     for name in ("checkpoint", "operative_config"):
         given[name] = given[name] and os.path.expanduser(given[name])
+    given["average"] = [os.path.expanduser(path) for path in given["average"]]
     given["trust"] = arguments.trust
     conversion = Conversion(**{name: given[name] for name in names})
     destination = check_destination(conversion.output_dir)

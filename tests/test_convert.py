@@ -1,28 +1,35 @@
 """`python -m convt5.convert`: whole directories or nothing, and runs that start from them."""
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
+import types
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
 
 import convt5
 from convt5 import convert
+from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
 from convt5.checkpoints.reading import find_checkpoint
 from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.interchange import conversion, converting, hugging_face, loading, portable
+from convt5.modeling.tree_paths import named_leaves
 from convt5.text import vocabulary_files
 
 with warnings.catch_warnings():  # TensorFlow's own imports warn.
     warnings.simplefilter("ignore")
     pytest.importorskip("tensorflow", reason="only TensorFlow reads its checkpoints")
+import tiny_run
 import word_pieces
+from convt5.tasks import vocabularies
 from test_hugging_face import tiny
 from test_hugging_face import written as write_t5
 from test_mesh_tf import small_arrays, write_checkpoint
@@ -388,6 +395,72 @@ def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
         assert value.tobytes() == second.params[path].tobytes()
 
 
+def save_run(folder, model):
+    """Writes a run directory of one step, as far as a conversion reads it."""
+    state = types.SimpleNamespace(model=model, opt_state={}, step=jnp.asarray(3, jnp.int32))
+    config = CheckpointConfig()
+    with contextlib.closing(
+        Checkpointer(folder / "checkpoints", config, model_config=model.config)
+    ) as checkpointer:
+        checkpointer.save(3, state, data=DataPositions())
+    return str(folder)
+
+
+@pytest.mark.parametrize(("scale", "is_far"), [(0.1, False), (1.0, True)])
+def test_the_mean_of_runs_is_that_of_their_parameters(capsys, tmp_path, scale, is_far):
+    shared = tiny_run.make_model(0)
+    models = [
+        jax.tree.map(lambda a, b: a + scale * b, shared, tiny_run.make_model(seed))
+        for seed in (1, 2, 3)
+    ]
+    runs = [save_run(tmp_path / str(i), model) for i, model in enumerate(models)]
+    others = [f"--average={path}" for path in runs[1:]]
+    flags = [f"--checkpoint={runs[0]}", *others, f"--output_dir={tmp_path / 'mean'}"]
+    told = run(capsys, "--to=safetensors", *flags)
+    found = portable.read_model(tmp_path / "mean").params
+    trees = [dict(named_leaves(model)) for model in models]
+    for name, value in found.items():
+        np.testing.assert_allclose(value, sum(t[name] for t in trees) / 3, rtol=1e-5, atol=1e-6)
+    of_all = [np.concatenate([np.ravel(tree[name]) for name in found]) for tree in trees]
+    mean = np.mean(of_all, axis=0)
+    squares = np.mean([np.square(each - mean).sum() for each in of_all])
+    distance = np.sqrt(squares) / np.linalg.norm(mean)
+    assert f"of 3 runs, which lie {distance:.0%} of its norm from the mean" in told
+    assert ("measure the mean before you use it" in told) == is_far
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "is there twice; name each run once"),
+        ({"emb_dim": 16}, r"holds another model than .*emb_dim: 8 -> 16"),
+        ({"dropout_rate": 0.5, "dtype": "bfloat16"}, ""),
+    ],
+)
+def test_a_mean_is_of_different_runs_of_one_architecture(capsys, tmp_path, changes, message):
+    first = save_run(tmp_path / "first", tiny_run.make_model(0))
+    other = first
+    if changes is not None:
+        other = save_run(tmp_path / "other", tiny_run.make_model(1, **changes))
+    flags = [f"--checkpoint={first}", f"--average={other}", f"--output_dir={tmp_path / 'mean'}"]
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        run(capsys, "--to=safetensors", *flags)
+    assert (tmp_path / "mean").exists() == (not message)
+
+
+def test_models_of_other_vocabularies_have_no_mean(capsys, tmp_path):
+    runs = [save_run(tmp_path / name, tiny_run.make_model(0)) for name in ("first", "other")]
+    for path, extra in zip(runs, (100, 90), strict=True):
+        kept = vocabulary_files.of(vocabularies.characters(extra))
+        vocabulary_files.write(
+            epath.Path(path) / vocabulary_files.FOLDER, vocabulary_files.KeptText(kept, kept)
+        )
+    flags = [f"--checkpoint={runs[0]}", f"--average={runs[1]}", f"--output_dir={tmp_path / 'm'}"]
+    with pytest.raises(UserError, match=r"--average=.*other has another vocabulary"):
+        run(capsys, "--to=safetensors", *flags)
+    assert not (tmp_path / "m").exists()
+
+
 @pytest.mark.slow
 def test_whoever_may_read_new_files_may_read_those_of_an_export(capsys, checkpoint, tmp_path):
     out = tmp_path / "run"
@@ -432,6 +505,7 @@ def test_the_dtype_of_a_run_can_be_chosen(capsys, checkpoint, tmp_path):
         (["--from=mesh_tf", "--gin.A=1"], "takes no gin settings"),
         (["--from=hf", "--gin_file=a.gin"], "--gin_file=a.gin: convert takes no gin settings"),
         (["--form=hf"], "unknown flag --form"),
+        (["--from=hf", "--average=a"], "--average is for --from=run, not --from=hf"),
     ],
 )
 def test_wrong_flags_are_named(capsys, tmp_path, flags, message):

@@ -41,6 +41,7 @@ class Conversion:
     dtype: str | None = None
     weights: str = "float32"
     step: int | None = None
+    average: Sequence[str] = ()
     encoder_length: int | None = None
     decoder_length: int | None = None
 
@@ -76,6 +77,8 @@ class Conversion:
             faults.append("--allow_unmapped is for other formats than --from=run; leave it out.")
         if self.step is not None and self.source != "run":
             faults.append(f"--step is for --from=run, not --from={self.source}; leave it out.")
+        if self.average and self.source != "run":
+            faults.append(f"--average is for --from=run, not --from={self.source}; leave it out.")
         if self.license is not None and self.target != "transformers":
             faults.append("--license is for --to=transformers, which writes a model card.")
         if self.dtype is not None and self.target == "hf":
