@@ -6,25 +6,23 @@ After a kill, the same command repeats it. `convt5.save_model` writes a model th
 
 import contextlib
 import dataclasses
-import math
 import operator
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_dtypes
-import numpy as np
 from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import record
 from convt5.interchange import (
     hugging_face,
     loading,
+    mean_of_runs,
     mesh_tf,
     model_card,
     portable,
@@ -55,12 +53,6 @@ _NO_VOCABULARY = (
     "no vocabulary lies beside the checkpoint: predictions will ask for it, and "
     f"{run_files.RUN_FILE} trains in that of T5; name the model's with --vocabulary=FILE.model."
 )
-
-_NOT_SHAPING = ("dropout_rate", "dtype")
-"""Ends of settings of a model that its parameters do not depend on."""
-
-_FAR = 0.3
-"""It was 0.13 for runs fine-tuned from one model; at 0.45, the mean was worse than the runs."""
 
 _NO_NORMALISATION = (
     "how images were normalised is unknown: config.gin normalises them by the defaults of "
@@ -343,70 +335,11 @@ def _read_pycls(conversion: Conversion) -> tuple[Imported, Callable[..., Any], A
 def _read_run(conversion: Conversion) -> tuple[Imported, Callable[..., Any], Any]:
     imported = loading.read_run(conversion.checkpoint, step=conversion.step)
     if conversion.average:
-        imported = _mean(imported, conversion)
+        runs = (conversion.checkpoint, *conversion.average)
+        imported = mean_of_runs.read(imported, runs, step=conversion.step)
     if isinstance(imported.config, ViTConfig):
         imported = imported._replace(normalisation=_normalisation(conversion.checkpoint))
     return imported, lambda _: None, None
-
-
-def _mean(imported: Imported, conversion: Conversion) -> Imported:
-    """Returns the mean over several runs of one architecture (arXiv 2203.05482, uniform soup)."""
-    first, others = conversion.checkpoint, conversion.average
-    places = [os.path.realpath(path) for path in (first, *others)]
-    if again := [path for path in places if places.count(path) > 1]:
-        raise errors.UserError(f"--average: {again[0]} is there twice; name each run once.")
-    if not isinstance(imported.config, ConvT5Config):
-        raise errors.UserError(
-            f"--average is for text models, and {first} holds a {type(imported.config).__name__}, "
-            "whose statistics of images are those of its own parameters; leave it out."
-        )
-    text, formats = vocabulary_files.load(first), task_format.load(first) or ()
-    notes = []
-    means = {name: array.astype("float32") for name, array in imported.params.items()}
-    squares = _square(means)
-    for count, path in enumerate(others, start=2):
-        other = loading.read_run(path, step=conversion.step)
-        changed = [
-            line
-            for line in record.differences(
-                record.describe_config(imported.config), record.describe_config(other.config)
-            )
-            if not line.partition(":")[0].endswith(_NOT_SHAPING)
-        ]
-        if changed:
-            raise errors.UserError(
-                f"--average={path} holds another model than {first} "
-                f"({'; '.join(errors.abbreviate(changed))}); name runs of one architecture."
-            )
-        own = vocabulary_files.load(path)
-        halves = [(text.inputs, own.inputs), (text.targets, own.targets)] if text and own else []
-        for known, given in halves:
-            if not given.agrees_with(known, in_sentinels=True):
-                raise errors.UserError(
-                    f"--average={path} has another vocabulary ({given.fingerprint}) than {first} "
-                    f"({known.fingerprint}), so ids stand for other text; name runs of one."
-                )
-        notes += [
-            f"{now.described()} in {path}; but in {first}, {then.described()}."
-            for now, then in task_format.differences(task_format.load(path) or (), formats)
-        ]
-        for name, mean in means.items():
-            mean += (other.params[name] - mean) / count
-        squares += _square(other.params)
-    distance = math.sqrt(max(squares / (1 + len(others)) / _square(means) - 1, 0))
-    notes.append(
-        f"these are the means of the parameters of {1 + len(others)} runs, which lie "
-        f"{distance:.0%} of its norm from the mean"
-        + ", far for runs that were fine-tuned from one model: measure the mean before you use it"
-        * (distance > _FAR)
-        + "."
-    )
-    report = dataclasses.replace(imported.report, notes=[*notes, *imported.report.notes])
-    return imported._replace(params=means, report=report)
-
-
-def _square(params: Mapping[str, np.ndarray]) -> float:
-    return sum(float(np.vdot(array, array.astype(np.float64))) for array in params.values())
 
 
 def _normalisation(checkpoint: str) -> dict[str, Any]:
