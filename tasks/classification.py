@@ -178,21 +178,11 @@ PAPER_TASKS = {
 }
 
 
-def paper_task(
-    name: str,
-    path: Path | None = None,
-    vocabulary: seqio.Vocabulary | None = None,
-    *,
-    data_dir: str | None = None,
-    validation_fraction: float = VALIDATION_FRACTION,
-    invalid_utf8: InvalidUtf8 = "refuse",
-    balance: bool = False,
-    space_punctuation: bool = False,
-    rank: bool = False,
-) -> seqio.Task:
-    """Returns a classification task of the paper, from TFDS or from local files.
+@dataclasses.dataclass(frozen=True)
+class PaperClassification:
+    """A classification task of the paper, from TFDS or from local files.
 
-    Args:
+    Attributes:
         name: a key of `PAPER_TASKS`: civil_comments, wiki_toxicity, imdb, sst2, sentiment140,
             trec6, ag_news or mnli.
         path: files as in `text_classification`, with "text" (mnli: "premise" and "hypothesis") and
@@ -202,48 +192,68 @@ def paper_task(
         validation_fraction: fraction of the local "train" rows held out if there are no files for
             "validation".
         invalid_utf8, balance: for local files, as in `text_classification`.
-        space_punctuation, rank: see `classification_task`; the task is then called `<name>_rank`.
+        space_punctuation: as in `text_classification`.
+        rank: see `classification_task`; the task is then called `<name>_rank`.
 
     Raises:
-        UserError: there is no such task, `path` has no files, or `balance` is set without files.
+        UserError: `build` finds no such task, no files in `path`, or `balance` without files.
     """
-    if name not in PAPER_TASKS:
-        raise errors.UserError(
-            f"name={name!r} is none of the paper's classification tasks, {sorted(PAPER_TASKS)}; "
-            "text_classification reads any other from files."
-            f"{errors.suggest(name, PAPER_TASKS)}"
+
+    name: str
+    path: Path | None = None
+    vocabulary: seqio.Vocabulary | None = None
+    _: dataclasses.KW_ONLY
+    data_dir: str | None = None
+    validation_fraction: float = VALIDATION_FRACTION
+    invalid_utf8: InvalidUtf8 = "refuse"
+    balance: bool = False
+    space_punctuation: bool = False
+    rank: bool = False
+
+    def build(self) -> seqio.Task:
+        """Returns the task."""
+        if self.name not in PAPER_TASKS:
+            raise errors.UserError(
+                f"name={self.name!r} is none of the paper's classification tasks, "
+                f"{sorted(PAPER_TASKS)}; text_classification reads any other from files."
+                f"{errors.suggest(self.name, PAPER_TASKS)}"
+            )
+        task = PAPER_TASKS[self.name]
+        if self.path is not None:
+            return text_classification(
+                self.path,
+                by_name_or_number(task.labels) if task.numbered else task.labels,
+                text_field=task_format.fields_of(task.prompt),
+                prompt=task.prompt,
+                vocabulary=self.vocabulary,
+                layout=task.layout,
+                validation_fraction=self.validation_fraction,
+                invalid_utf8=self.invalid_utf8,
+                balance=self.balance,
+                space_punctuation=self.space_punctuation,
+                rank=self.rank,
+                name=self.name,
+            )
+        if self.balance:
+            raise errors.UserError(
+                f"balance=True of {self.name} repeats rows of local files, but path=None reads "
+                "TFDS; set path, or leave balance out."
+            )
+        format = task_format.of_template(
+            self.name, task.prompt, space_punctuation=self.space_punctuation
         )
-    task = PAPER_TASKS[name]
-    if path is not None:
-        return text_classification(
-            path,
-            by_name_or_number(task.labels) if task.numbered else task.labels,
-            text_field=task_format.fields_of(task.prompt),
-            prompt=task.prompt,
-            vocabulary=vocabulary,
-            layout=task.layout,
-            validation_fraction=validation_fraction,
-            invalid_utf8=invalid_utf8,
-            balance=balance,
-            space_punctuation=space_punctuation,
-            rank=rank,
-            name=name,
+        return classification_task(
+            self.name,
+            PreparedTfdsSource(task.tfds_name, self.data_dir, task.splits),
+            self.vocabulary or vocabularies.published_t5(),
+            prompt=format,
+            labels=task.labels,
+            preprocessors=[functools.partial(_tfds_rows, to_row=task.to_row, keep=task.keep)],
+            rank=self.rank,
         )
-    if balance:
-        raise errors.UserError(
-            f"balance=True of {name} repeats rows of local files, but path=None reads TFDS; set "
-            "path, or leave balance out."
-        )
-    return classification_task(
-        name,
-        PreparedTfdsSource(task.tfds_name, data_dir, task.splits),
-        vocabulary or vocabularies.published_t5(),
-        prompt=task.prompt,
-        labels=task.labels,
-        preprocessors=[functools.partial(_tfds_rows, to_row=task.to_row, keep=task.keep)],
-        space_punctuation=space_punctuation,
-        rank=rank,
-    )
+
+
+paper_task = descriptions.function("paper_task", PaperClassification, PaperClassification.build)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +280,9 @@ class TextClassification:
             "replace" inserts U+FFFD, "skip" skips the row.
         balance: repeats rows of "train" until every label is as frequent as the most frequent one,
             for files that have labels in other shares than the texts to predict.
-        metric_fns, space_punctuation, rank: see `classification_task`.
+        space_punctuation: puts spaces around punctuation in inputs, as T5 does for SQuAD, where
+            some texts have them, as those of SST-2, and others have not.
+        metric_fns, rank: see `classification_task`.
         name: name of the task; use the same one if you register it.
 
     Raises:
@@ -291,8 +303,8 @@ class TextClassification:
     validation_fraction: float = VALIDATION_FRACTION
     invalid_utf8: InvalidUtf8 = "refuse"
     balance: bool = False
-    metric_fns: Sequence[metrics.LabelMetric] = ()
     space_punctuation: bool = False
+    metric_fns: Sequence[metrics.LabelMetric] = ()
     rank: bool = False
     name: str = "text_classification"
 
@@ -321,10 +333,11 @@ class TextClassification:
             self.name,
             source,
             self.vocabulary or vocabularies.characters(),
-            prompt=prompt,
+            prompt=task_format.of_template(
+                self.name, prompt, space_punctuation=self.space_punctuation
+            ),
             labels=generated,
             metric_fns=self.metric_fns,
-            space_punctuation=self.space_punctuation,
             rank=self.rank,
         )
 
@@ -407,11 +420,10 @@ def classification_task(
     source: seqio.DataSource,
     vocabulary: seqio.Vocabulary,
     *,
-    prompt: str,
+    prompt: str | task_format.TaskFormat,
     labels: Sequence[str],
     preprocessors: Sequence[Callable[..., tf.data.Dataset]] = (),
     metric_fns: Sequence[metrics.LabelMetric] = (),
-    space_punctuation: bool = False,
     rank: bool = False,
 ) -> seqio.Task:
     """Returns a task whose target is the text of a label.
@@ -420,13 +432,11 @@ def classification_task(
         name: shown in logs and results; the task is not registered.
         source: any seqio source.
         vocabulary: the vocabulary of inputs and targets.
-        prompt: template of the input, with fields of the examples in braces.
+        prompt: template of the input, with fields of the examples in braces, or its format.
         labels: at least two; of two labels, the second is the positive one.
         preprocessors: produce the fields of `prompt`, and the text of the label in "label".
         metric_fns: metrics beside accuracy and F1, as functions of targets, predictions and
             `labels`.
-        space_punctuation: puts spaces around punctuation in inputs, as T5 does for SQuAD, where
-            some texts have them, as SST-2 has, and others have not.
         rank: for evaluation only: makes an example for each label of each row, and selects the most
             likely label. Needs no decoding, and every answer is valid. Adds "_rank" to the name.
 
@@ -442,9 +452,8 @@ def classification_task(
         )
     label_checks.check_ids(labels, vocabulary, name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    written = task_format.of_template(
-        name, prompt, labels=tuple(labels), space_punctuation=space_punctuation
-    )
+    format = task_format.of_template(name, prompt) if isinstance(prompt, str) else prompt
+    written = dataclasses.replace(format, labels=tuple(labels))
     steps = [
         *preprocessors,
         functools.partial(formats.write_inputs, format=written, others=_label_as_target),

@@ -192,10 +192,8 @@ class Checkpointer:
             data: positions after `step` batches, of the shards that this process saves. Each shard
                 must be saved by one process.
             progress: small JSON values of the trainer.
-            best_value: the value of `best_metric`, which decides what is kept; None if not
-                measured.
-            evaluation: identifies what the model was measured on, and how; "" if not known. Values
-                of different ones are not compared.
+            best_value: the value of `best_metric`, which decides what is kept, or None.
+            evaluation: identifies how it was measured; only values of the same are compared.
 
         Raises:
             TrainingError: this checkpoint could not be written or read back; in a run of several
@@ -204,9 +202,7 @@ class Checkpointer:
         params, optimizer = _split(state)
         if best_value is not None and math.isfinite(best_value):
             self._measured[step] = self._best(best_value) | {"evaluation": evaluation}
-        about = {
-            **self._about(params, optimizer),
-            "best": self._measured.get(step, self._best(None)),
+        about = self._about(step, params, optimizer) | {
             "data_shards": data.num_shards,
             "progress": dict(progress or {}),
         }
@@ -233,14 +229,17 @@ class Checkpointer:
                 self._keeps_all = False
                 self._delete_old()
 
-    def _about(self, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the record of the arrays."""
+    def _about(
+        self, step: int, params: Mapping[str, Any], optimizer: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the record of the arrays and of their value of `best_metric`."""
         return {
             "format": record.FORMAT,
             "params": record.shapes(params),
             "optimizer": record.shapes(optimizer),
             "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
             "model": self._description,
+            "best": self._measured.get(step, self._best(None)),
         }
 
     def _best(self, value: float | None) -> dict[str, Any]:
