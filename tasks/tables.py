@@ -6,6 +6,7 @@ epoch is shuffled anew.
 
 import csv
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -35,6 +36,8 @@ _SPLIT_NAMES = {
     "dev_mismatched": "validation_mismatched",
 }
 """Splits by name, in any case; MultiNLI's two validation sets are named as in TFDS."""
+
+_VALIDATION_NAMES = [name for name, split in _SPLIT_NAMES.items() if split == "validation"]
 
 _SHARD = re.compile(r"-\d+-of-\d+(?=\.|$)")
 _QUOTED = re.compile(r'"[^"]*(?:""[^"]*)+"', re.DOTALL)
@@ -153,7 +156,7 @@ def find_splits(path: Path) -> dict[str, list[str]]:
         if len(splits) < len(path):
             raise errors.UserError(
                 f"path={dict(path)} names a split twice; the names of 'validation' are "
-                f"{[name for name in _SPLIT_NAMES if _split(name) == 'validation']}, in any case."
+                f"{_VALIDATION_NAMES}, in any case."
             )
         return splits
     if isinstance(path, str | os.PathLike):
@@ -209,8 +212,7 @@ def _split(name: str) -> str:
 
 def _check_names(splits: Collection[str]) -> None:
     """Raises `UserError` if a split is named much like "validation", which is to be made."""
-    known = [name for name in _SPLIT_NAMES if _split(name) == "validation"]
-    alike = [split for split in splits if re.split(r"[^a-z]", split.lower())[0] in known]
+    alike = [s for s in splits if re.split(r"[^a-z]", s.lower())[0] in _VALIDATION_NAMES]
     if alike:
         raise errors.UserError(
             f"there are files of split={alike[0]!r}, but none of split='validation', for which "
@@ -343,16 +345,25 @@ class TableSource(ItemSource):
         return self._files.get(split, [])
 
     def items(self, split: str) -> tuple[tf.data.Dataset, int]:
-        table = self._table(split)
-        if self._balance is None or split != "train":
-            num_rows = len(next(iter(table.values())))
-            return tf.data.Dataset.range(num_rows), num_rows
-        rows = _balanced(table[self._balance].numpy())
-        return tf.data.Dataset.from_tensor_slices(rows), len(rows)
+        if self._balance is not None and split == "train":
+            rows = self._balanced_rows
+            return tf.data.Dataset.from_tensor_slices(rows), len(rows)
+        num_rows = len(next(iter(self._table(split).values())))
+        return tf.data.Dataset.range(num_rows), num_rows
 
     def examples(self, split: str, items: tf.data.Dataset) -> tf.data.Dataset:
         table = self._table(split)
         return items.map(lambda item: {name: values[item] for name, values in table.items()})
+
+    @functools.cached_property
+    def _balanced_rows(self) -> np.ndarray:
+        """All rows of "train", and then those of rarer values again, until all are as frequent."""
+        assert self._balance is not None
+        values = self._table("train")[self._balance].numpy()
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        missing = counts.max() - counts
+        again = [np.resize(np.flatnonzero(places == place), n) for place, n in enumerate(missing)]
+        return np.concatenate([np.arange(len(values)), *again])
 
     def tally(self, split: str) -> local_files.Tally:
         """Returns the counts of reading a split, which is read if needed."""
@@ -428,14 +439,6 @@ class TableSource(ItemSource):
             raise
         except errors.UserError:
             return  # Names of columns are no values.
-
-
-def _balanced(values: np.ndarray) -> np.ndarray:
-    """Returns all row numbers, and then rows of rarer values again, until all are as frequent."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    missing = counts.max() - counts
-    again = [np.resize(np.flatnonzero(places == place), n) for place, n in enumerate(missing)]
-    return np.concatenate([np.arange(len(values)), *again])
 
 
 def _suffix(file: str) -> str | None:

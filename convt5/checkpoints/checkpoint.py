@@ -201,7 +201,7 @@ class Checkpointer:
         """
         params, optimizer = _split(state)
         if best_value is not None and math.isfinite(best_value):
-            self._measured[step] = self._best(best_value) | {"evaluation": evaluation}
+            self._measured[step] = self._measurement(best_value, evaluation)
         about = self._about(step, params, optimizer) | {
             "data_shards": data.num_shards,
             "progress": dict(progress or {}),
@@ -239,16 +239,17 @@ class Checkpointer:
             "optimizer": record.shapes(optimizer),
             "checksums": {"params": checksums(params), "optimizer": checksums(optimizer)},
             "model": self._description,
-            "best": self._measured.get(step, self._best(None)),
+            "best": self._measured.get(step, self._measurement(None, "")),
         }
 
-    def _best(self, value: float | None) -> dict[str, Any]:
+    def _measurement(self, value: float | None, evaluation: str) -> dict[str, Any]:
         """Returns the record of a value of `best_metric`."""
         return {
             "metric": self.config.best_metric,
             "mode": self.config.mode,
             metric_names.PERCENT: True,
             "value": value,
+            "evaluation": evaluation,
         }
 
     def restore(self, abstract_state: Any, *, shards_read: ShardsRead = range) -> Restored | None:

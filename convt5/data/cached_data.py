@@ -29,7 +29,8 @@ from convt5.data import counts
 from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
-from convt5.data.stored_rows import RowFile, StoredRows, checksums
+from convt5.data.rows import checksums
+from convt5.data.stored_rows import RowFile, StoredRows
 from convt5.errors import checks
 from convt5.runtime import atomic_files, file_locks, foreign_files, object_stores
 from convt5.text import task_format, vocabulary_files

@@ -7,7 +7,7 @@ a feature may be empty, or contain the padding id. This module does not depend o
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -205,3 +205,9 @@ def _side(sequences: Ragged, per_row: np.ndarray, length: int) -> _Side:
         segment_ids=filled(np.repeat(numbers + 1, sequences.lengths)),
         positions=filled(sequences.places()),
     )
+
+
+def checksums(rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Returns the CRC-32 of each row over all features, [rows, length], by name; uint32."""
+    parts = [np.ascontiguousarray(rows[name]).view(np.uint8) for name in sorted(rows)]
+    return np.array([zlib.crc32(row) for row in np.concatenate(parts, axis=1)], "<u4")

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -119,12 +118,6 @@ class StoredRows:
             f"{self._files[number].path} {what}; restore the cache or rebuild it, and start again: "
             "the run resumes from its last checkpoint."
         )
-
-
-def checksums(rows: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Returns the CRC-32 of each row over all features, as they are stored; uint32 [rows]."""
-    parts = [np.ascontiguousarray(rows[name]).view(np.uint8) for name in sorted(rows)]
-    return np.array([zlib.crc32(row) for row in np.concatenate(parts, axis=1)], "<u4")
 
 
 class _LocalFile:

@@ -17,6 +17,7 @@ from convt5.interchange import loading
 from convt5.interchange.mapping import Imported
 from convt5.modeling.architecture import ConvT5Config
 from convt5.text import task_format, vocabulary_files
+from convt5.text.vocabulary_files import KeptText
 
 _FAR = 0.3
 """It was 0.13 for runs fine-tuned from one model; at 0.45, the mean was worse than the runs."""
@@ -47,11 +48,15 @@ def read(first: Imported, runs: Sequence[str], *, step: int | None = None) -> Im
         )
     means = {name: array.astype(np.float32) for name, array in first.params.items()}
     squares, notes = _square(means), []
+    text, formats = vocabulary_files.load(runs[0]), task_format.load(runs[0]) or ()
     for count, path in enumerate(runs[1:], start=2):
         other = loading.read_run(path, step=step)
         _check_architecture(first, other, runs[0], path)
-        _check_vocabulary(runs[0], path)
-        notes += _other_inputs(runs[0], path)
+        _check_vocabulary(text, vocabulary_files.load(path), runs[0], path)
+        notes += [
+            f"{now.described()} in {path}; but in {runs[0]}, {then.described()}."
+            for now, then in task_format.differences(task_format.load(path) or (), formats)
+        ]
         squares += _square(other.params)
         for name, mean in means.items():
             mean += (other.params[name] - mean) / count
@@ -84,21 +89,12 @@ def _check_architecture(first: Imported, other: Imported, run: str, path: str) -
         )
 
 
-def _check_vocabulary(run: str, path: str) -> None:
-    texts = vocabulary_files.load(run), vocabulary_files.load(path)
-    if texts[0] is None or texts[1] is None:
+def _check_vocabulary(first: KeptText | None, other: KeptText | None, run: str, path: str) -> None:
+    if first is None or other is None:
         return
-    for known, given in zip(texts[0][:2], texts[1][:2], strict=True):
+    for known, given in zip(first[:2], other[:2], strict=True):
         if not given.agrees_with(known, in_sentinels=True):
             raise errors.UserError(
                 f"--average={path} has another vocabulary ({given.fingerprint}) than {run} "
                 f"({known.fingerprint}), so ids stand for other text; name runs of one."
             )
-
-
-def _other_inputs(run: str, path: str) -> list[str]:
-    formats = [task_format.load(each) or () for each in (path, run)]
-    return [
-        f"{now.described()} in {path}; but in {run}, {then.described()}."
-        for now, then in task_format.differences(*formats)
-    ]
