@@ -65,7 +65,6 @@ def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
     labels = labels_of(task)
     ids = {label: list(feature.vocabulary.encode(label)) for label in labels}
     room = limit - feature.add_eos
-    longest = max((len(tokens) for tokens in ids.values()), default=0) + feature.add_eos
     faults = []
     for label, tokens in ids.items():
         if len(tokens) <= room:
@@ -76,10 +75,17 @@ def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
             f"label {label!r} takes {len(tokens) + feature.add_eos} tokens, end token included, "
             f"but {setting}={limit} leaves {cut!r} of it"
             + (f", as of {same[0]!r}" if same else "")
-            + f"; set {setting} to at least {longest}, or give the label a shorter text "
+            + f"; set {setting} to at least {longest(task)}, or give the label a shorter text "
             f"(labels={{{label!r}: ...}})."
         )
     errors.raise_all(errors.abbreviate(faults), where=task.name)
+
+
+def longest(task: seqio.Task) -> int | None:
+    """Returns the tokens of the longest label, end token included; None if there are no labels."""
+    feature = task.output_features["targets"]
+    lengths = [len(feature.vocabulary.encode(label)) for label in labels_of(task)]
+    return max(lengths) + feature.add_eos if lengths else None
 
 
 def _is_at_hand(vocabulary: seqio.Vocabulary) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import word_pieces
 from convt5.tasks import label_checks, metrics, vocabularies
@@ -53,17 +54,42 @@ def test_a_label_that_is_cut_is_refused_with_all_that_mends_it(tmp_path, limit):
     label_checks.check_lengths(task, 22, "decoder_length")
 
 
+def test_rows_are_as_long_as_the_longest_label(tmp_path):
+    task = task_of(tmp_path, LONG)
+    config = data.DataConfig(mixture=task, batch_size=2, encoder_length=64)
+    assert config.decoder_length == label_checks.longest(task) == 22
+    config.check_labels()
+    batch = next(config.build(process_index=0, process_count=1))
+    assert batch["decoder_target_tokens"].shape == (2, 22)
+    assert np.all(batch["decoder_target_tokens"].max(axis=1) > 1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "pack", "message"),
+    [
+        (None, False, "decoder_length=None .* 'other' has none; set decoder_length"),
+        (LONG, True, "decoder_length=None .* pack=True .* set decoder_length"),
+    ],
+)
+def test_rows_without_a_length_need_labels_and_no_packing(tmp_path, labels, pack, message):
+    task = task_of(tmp_path, LONG)
+    if labels is None:
+        task = task.replace(name="other", metric_fns=[metrics.accuracy])
+    with pytest.raises(errors.UserError, match=message):
+        data.DataConfig(mixture=task, batch_size=2, encoder_length=64, pack=pack)
+
+
 @pytest.mark.parametrize("rank", [False, True])
 def test_evaluation_refuses_labels_that_it_would_cut(tmp_path, rank):
     stack = StackConfig(num_layers=1, mixing="dynamic", kernel_size=3, num_kernels=2)
     model = ConvT5Config(
         vocab_size=384, emb_dim=8, mlp_dim=8, num_heads=2, head_dim=4, encoder=stack, decoder=stack
     )
-    measure = evaluation.TaskEval(
-        task=task_of(tmp_path, LONG, rank=rank), split="train", max_input_length=64, max_length=16
-    )
+    task = task_of(tmp_path, LONG, rank=rank)
+    measure = evaluation.TaskEval(task=task, split="train", max_input_length=64, max_length=16)
     with pytest.raises(errors.UserError, match="max_length=16 leaves"):
         measure.check(model)
+    evaluation.TaskEval(task=task, split="train", max_input_length=64).check(model)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +121,7 @@ def test_a_dry_run_reads_the_first_rows_of_each_file(tmp_path, binding, message)
         "--gin.LABELS=['good', 'bad']",
         "--gin.VOCABULARY=bytes",
         "--gin.trainer.train.init_from=None",
+        "--gin.data.DataConfig.decoder_length=16",
         f"--gin.RUN_DIR={tmp_path}/run",
         f"--gin.{binding}",
         "--dry_run",

@@ -62,7 +62,8 @@ class DataConfig:
         split: split of the task, such as "train" or "validation".
         batch_size: rows over all hosts.
         encoder_length: tokens per encoder row, including the end token.
-        decoder_length: tokens per decoder row, including the end token.
+        decoder_length: tokens per decoder row, including the end token. None means the longest
+            label, for tasks with labels.
         pack: packs several short examples into a row; taps and attention do not cross between them.
         shuffle: False keeps the order of the source, which for text files is a random one; None and
             True shuffle.
@@ -77,7 +78,7 @@ class DataConfig:
     split: str = "train"
     batch_size: int
     encoder_length: int
-    decoder_length: int
+    decoder_length: int | None = None
     pack: bool = False
     shuffle: bool | None = None
     seed: int = 0
@@ -93,6 +94,8 @@ class DataConfig:
             where="DataConfig",
         )
         task_sources.use_caches(self.cache_dirs)
+        if self.decoder_length is None:
+            object.__setattr__(self, "decoder_length", self._longest_label())
 
     def provider(self) -> seqio.Task | seqio.Mixture:
         """Returns the task or mixture.
@@ -169,6 +172,22 @@ class DataConfig:
         """Raises `UserError` for a label that `decoder_length` would truncate."""
         for task in self.tasks():
             label_checks.check_lengths(task, self.decoder_length, "decoder_length")
+
+    def _longest_label(self) -> int:
+        """Returns the tokens of the longest label of the tasks."""
+        lengths = {}
+        for task in self.tasks():
+            _load_vocabulary(task.output_features["targets"].vocabulary)
+            lengths[task.name] = label_checks.longest(task)
+        without = [f"{name!r} has none" for name, length in lengths.items() if length is None]
+        if self.pack:
+            without.append("pack=True puts several in a row")
+        if without:
+            raise errors.UserError(
+                f"decoder_length=None means the longest label, but {' and '.join(without)}; set "
+                "decoder_length to the tokens of a decoder row."
+            )
+        return max(filter(None, lengths.values()))
 
     def check_rows(self) -> None:
         """Reads the first rows of each local file of the split.
@@ -247,6 +266,7 @@ class DataConfig:
         if share and not endless:
             settings["share"] = [share.index, share.num_shards]
         first = 0 if endless else process_index * rows
+        assert self.decoder_length is not None  # Set as the description was made.
         return BatchIterator(
             self._examples(share, maker),
             RowLayout(self.encoder_length, self.decoder_length, self.pack),

@@ -21,7 +21,8 @@ class TaskEval:
         task: a seqio task, or the name of a registered one; add each task of a mixture separately.
         split: the split to read.
         num_examples, every_nth: selects examples as in `evaluation.EvalConfig`.
-        max_input_length, max_length: longest input, and longest target or prediction, in tokens.
+        max_input_length, max_length: longest input, and longest target or prediction, in tokens;
+            None means the longest label, or without labels the default of `PredictConfig`.
         batch_size: examples computed together on one host.
         name: prefix of its metrics in `metrics.jsonl`: `<name>/accuracy`.
     """
@@ -31,7 +32,7 @@ class TaskEval:
     num_examples: int | None = None
     every_nth: int = 1
     max_input_length: int
-    max_length: int
+    max_length: int | None = None
     batch_size: int = 64
     name: str = "task"
 
@@ -45,7 +46,7 @@ class TaskEval:
         from convt5.evaluation.evaluator import Evaluator
 
         task = self._find_task(model)
-        evaluator = Evaluator(task, self.split, self._predict(model), self._config())
+        evaluator = Evaluator(task, self.split, self._predict(model, task), self._config())
         return TaskMeasure(self.name, evaluator, mesh)
 
     def check(self, model: ConvT5Config) -> None:
@@ -55,8 +56,7 @@ class TaskEval:
             UserError: an unknown task or split, a mixture, a number out of range, a label that
                 max_length would truncate, or a vocabulary larger than the model's token table.
         """
-        self._find_task(model)
-        self._predict(model)
+        self._predict(model, self._find_task(model))
         self._config()
 
     def check_apart(self, train: Any) -> None:
@@ -89,12 +89,12 @@ class TaskEval:
         )
         return task
 
-    def _predict(self, model: ConvT5Config) -> PredictConfig:
+    def _predict(self, model: ConvT5Config, task: Any) -> PredictConfig:
         return PredictConfig(
             max_input_length=self.max_input_length,
             max_length=self.max_length,
             batch_size=self.batch_size,
-        ).completed(model)
+        ).completed(model, {"max_length": _task_data().label_checks.longest(task)})
 
     def _config(self) -> EvalConfig:
         return EvalConfig(
