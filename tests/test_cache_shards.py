@@ -224,6 +224,21 @@ def test_a_file_that_left_an_object_store_is_named(joined):
         rows(path)
 
 
+def test_a_url_may_end_as_that_of_a_folder(tmp_path):
+    url = f"memory://{tmp_path}/cache"
+    expected = make(url, 0)
+    np.testing.assert_array_equal(rows(f"{url}/"), expected)
+
+
+def test_a_damaged_description_in_an_object_store_is_named(tmp_path):
+    url = f"memory://{tmp_path}/damaged"
+    for content, fault in ((b"{", "cannot be read"), (b"{}", "does not describe a cache")):
+        object_stores.Store(url).write("cache.json", content)
+        cached_data._copies.pop(url, None)
+        with pytest.raises(errors.UserError, match=rf"{url}/cache\.json {fault}"):
+            cached_data.read_about(url)
+
+
 def test_a_url_without_store_is_refused():
     with pytest.raises(errors.UserError, match=r"foo://bucket cannot be opened .* gs:// or s3://"):
         object_stores.Store("foo://bucket")

@@ -178,7 +178,7 @@ class CachedDataConfig:
     def _rows(self) -> dict[str, StoredRows]:
         """Returns the rows of each feature, after checking the sizes of local files."""
         split = self._about["splits"][self.split]
-        root = self.path if atomic_files.is_remote(self.path) else os.fspath(_folder(self.path))
+        root = os.path.dirname(_about_name(self.path))
         parts = list(enumerate(split.get("shards", ())))
         folders = [f"{root}/{shard_name(i, self._about['num_shards'])}" for i, _ in parts] or [root]
         counts = [rows for _, rows in parts] or [split["rows"]]
@@ -287,7 +287,7 @@ def read_about(path: str) -> Mapping[str, Any]:
     Raises:
         UserError: there is none, or this version cannot read it.
     """
-    file = _folder(path) / ABOUT_FILE
+    file, name = _folder(path) / ABOUT_FILE, _about_name(path)
     if not file.exists():
         raise errors.UserError(
             f"path={path} holds no cache: there is no {ABOUT_FILE}; make one with python -m "
@@ -298,18 +298,18 @@ def read_about(path: str) -> Mapping[str, Any]:
             foreign_files.read_bytes(file, foreign_files.MOST_JSON_BYTES)
         )
     except (OSError, ValueError) as error:
-        raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
+        raise foreign_files.unreadable(name, error, "rebuild the cache.") from None
     version = about.get("version") if isinstance(about, dict) else None
     if version not in (None, _VERSION, SHARDED_VERSION):
         raise errors.UserError(
-            f"{file} is of version {errors.clip(version)}, and this reads up to version "
+            f"{name} is of version {errors.clip(version)}, and this reads up to version "
             f"{SHARDED_VERSION}; rebuild the cache."
         )
     try:
         _check_about(about)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise errors.UserError(
-            f"{file} does not describe a cache ({errors.clip(error, limit=200)}); rebuild "
+            f"{name} does not describe a cache ({errors.clip(error, limit=200)}); rebuild "
             "the cache."
         ) from None
     return about
@@ -780,6 +780,13 @@ def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 _copies: dict[str, pathlib.Path] = {}
+
+
+def _about_name(path: str) -> str:
+    """Returns the path or URL of the `cache.json` of a cache."""
+    if atomic_files.is_remote(path):  # No store knows a name with two slashes for one with one.
+        return f"{path.rstrip('/')}/{ABOUT_FILE}"
+    return os.fspath(_folder(path) / ABOUT_FILE)
 
 
 def as_text(about: Mapping[str, Any]) -> str:
