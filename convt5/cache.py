@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,7 +76,7 @@ COMMAND = command_line.Command(
         command_line.Flag(
             "shards",
             "parts into which the training data is split (default: 1). Each is made by itself, "
-            "and made again if it was interrupted. The rows depend on their number.",
+            "and continued if it was interrupted. The rows depend on their number.",
             {"type": int, "default": 1},
         ),
         command_line.Flag(
@@ -237,44 +236,22 @@ def _make_on_beam(
 def _make(run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard) -> int:
     """Makes a shard; returns the tokens that were written."""
     from convt5.data import cached_data
-    from convt5.runtime import object_stores
-
-    if not atomic_files.is_remote(shard.folder):
-        return _make_local(run, flags, argv, shard)
-    with tempfile.TemporaryDirectory(prefix="convt5_cache") as folder:
-        local = pathlib.Path(folder, "cache")
-        tokens = _make_local(run, flags, argv, shard._replace(folder=os.fspath(local)))
-        try:
-            object_stores.Store(shard.folder).upload(local, last=cached_data.ABOUT_FILE)
-        except errors.TrainingError as error:
-            if shard.count > 1:  # The same command makes only this one again.
-                raise
-            kept = local.rename(tempfile.mkdtemp(prefix="convt5_cache"))
-            raise errors.TrainingError(
-                f"{error} Or copy the cache yourself: its rows are kept in {kept}."
-            ) from None
-    return tokens
-
-
-def _make_local(
-    run: "TrainRun", flags: argparse.Namespace, argv: Sequence[str], shard: Shard
-) -> int:
-    from convt5.data import cached_data
 
     wanted = _plan(run, flags, shard)
-    writer = cached_data.Writer(pathlib.Path(shard.folder), identity=shard.identity)
-    tokens, described = 0, {}
-    for split, of_split in wanted.items():
-        if not shard.index:
-            described[split] = of_split.config.describe()
-            print(described[split])
-        tokens += _write(writer, split, of_split, flags, argv)
     bound = {"train": run.train_data, "validation": run.eval_data}
     made_from = {name: dataclasses.asdict(config) for name, config in bound.items() if config}
     for config in made_from.values():
         config["mixture"] = getattr(config["mixture"], "name", config["mixture"])
-    tasks = task_format.of_data(run.train_data)
-    writer.finish(made_from=made_from, tasks=tasks, described=described)
+    tokens, described = 0, {}
+    writer = cached_data.Writer(shard.folder, identity=shard.identity)
+    with contextlib.closing(writer):  # A traceback may keep it from being collected.
+        for split, of_split in wanted.items():
+            if not shard.index:
+                described[split] = of_split.config.describe()
+                print(described[split])
+            tokens += _write(writer, split, of_split, flags, argv)
+        tasks = task_format.of_data(run.train_data)
+        writer.finish(made_from=made_from, tasks=tasks, described=described)
     return tokens
 
 

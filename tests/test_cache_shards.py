@@ -1,12 +1,12 @@
 """A cache in shards has the same rows whoever makes them, wherever they lie."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import socket
 import sys
-import tempfile
 
 import commands
 import numpy as np
@@ -63,20 +63,35 @@ def rows(path, split="train"):
     return found[found.any(axis=1)]
 
 
-def make(root, folder, index):
-    """Makes a shard of ten rows beside others, as a worker does; returns the encoder's rows."""
-    writer = cached_data.Writer(folder)
+@pytest.fixture
+def user_cache(tmp_path, monkeypatch):
+    """The folder in which rows wait that are to be in an object store."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    return tmp_path / "user" / "convt5" / "rows"
+
+
+def rows_of(index):
+    """The encoder's rows of a shard."""
+    return np.random.default_rng(index).integers(1, 300, (10, 6), dtype=np.int32)
+
+
+def begin(folder, index, identity=None):
+    """Writes the rows of a shard beside others, as a worker does, but does not finish it."""
+    writer = cached_data.Writer(folder, identity=identity)
     vocabulary = vocabularies.characters()
     writer.vocabulary(vocabulary, vocabularies.token_bytes(vocabulary))
-    tokens = np.random.default_rng(index).integers(1, 300, (10, 6), dtype=np.int32)
+    tokens = rows_of(index)
     batch = {"encoder_input_tokens": tokens, "decoder_input_tokens": tokens[:, :4]}
     counted = {"texts": Counts(10 + index, 1, 0, 0)}
     for split in ("train", "validation")[: 1 if index else 2]:
         list(writer.write(split, [batch], get_counts=lambda: counted))
-    writer.finish(made_from={})
-    if "://" in str(root):
-        object_stores.Store(root).upload(folder, last="cache.json")
-    return tokens
+    return writer
+
+
+def make(folder, index):
+    """Makes a shard of ten rows; returns the encoder's rows."""
+    begin(folder, index).finish(made_from={})
+    return rows_of(index)
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -84,10 +99,7 @@ def joined(request, tmp_path):
     """A cache of three shards, in a folder or an object store, and its rows."""
     path = f"memory://{tmp_path}" if request.param == "memory" else str(tmp_path / "cache")
     whole = cache_shards.ShardedCache(path, SHARDS, "some text")
-    made = []
-    for i in whole.missing():
-        folder = pathlib.Path(whole.shard(i)) if "://" not in path else tmp_path / f"shard{i}"
-        made.append(make(whole.shard(i), folder, i))
+    made = [make(whole.shard(i), i) for i in whole.missing()]
     assert whole.missing() == []
     whole.join()
     return path, np.concatenate(made)
@@ -193,7 +205,7 @@ def test_many_shards_keep_few_files_open(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_rows, "_MOST_OPEN", 2)
     path = str(tmp_path / "cache")
     whole = cache_shards.ShardedCache(path, 5, "some text")
-    made = [make("", pathlib.Path(whole.shard(i)), i) for i in range(5)]
+    made = [make(whole.shard(i), i) for i in range(5)]
     whole.join()
     np.testing.assert_array_equal(rows(path), np.concatenate(made))
     config = CachedDataConfig(path=path, batch_size=50, num_epochs=1)
@@ -210,6 +222,21 @@ def test_a_file_that_left_an_object_store_is_named(joined):
     store.write(name, (store.read(name) or b"")[:7])
     with pytest.raises(errors.TrainingError, match=f"{path}/{name} cannot be read"):
         rows(path)
+
+
+def test_a_url_may_end_as_that_of_a_folder(tmp_path):
+    url = f"memory://{tmp_path}/cache"
+    expected = make(url, 0)
+    np.testing.assert_array_equal(rows(f"{url}/"), expected)
+
+
+def test_a_damaged_description_in_an_object_store_is_named(tmp_path):
+    url = f"memory://{tmp_path}/damaged"
+    for content, fault in ((b"{", "cannot be read"), (b"{}", "does not describe a cache")):
+        object_stores.Store(url).write("cache.json", content)
+        cached_data._copies.pop(url, None)
+        with pytest.raises(errors.UserError, match=rf"{url}/cache\.json {fault}"):
+            cached_data.read_about(url)
 
 
 def test_a_url_without_store_is_refused():
@@ -242,26 +269,97 @@ def test_a_bucket_that_can_be_written_is_left_as_it_was(settings, monkeypatch, t
     assert not contents(tmp_path)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_rows_that_cannot_be_uploaded_are_kept(monkeypatch, tmp_path, count):
-    def make_local(run, flags, argv, shard):
-        make("", pathlib.Path(shard.folder), 0)
-        return 3
-
+def test_rows_that_cannot_be_uploaded_are_kept_and_uploaded_later(monkeypatch, user_cache):
     def refuse(store, name, content):
         raise errors.of_store(name, ValueError("PERMISSION_DENIED"))
 
-    monkeypatch.setattr(cache, "_make_local", make_local)
-    monkeypatch.setattr(object_stores.Store, "write", refuse)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shard = cache.Shard(0, count, "memory://refusing/cache", "")
-    with pytest.raises(errors.TrainingError, match="PERMISSION_DENIED") as caught:
-        cache._make(None, None, [], shard)
-    kept = list(tmp_path.iterdir())
-    assert len(kept) == (count == 1)  # One shard of many is made again.
-    for folder in kept:
-        assert f"its rows are kept in {folder}" in str(caught.value)
-        assert len(rows(folder)) == 10
+    url = "memory://refusing/cache"
+    with monkeypatch.context() as patch, contextlib.closing(begin(url, 0, "text")) as failing:
+        patch.setattr(object_stores.Store, "write", refuse)
+        with pytest.raises(errors.TrainingError, match="PERMISSION_DENIED") as caught:
+            failing.finish(made_from={})
+    (folder,) = user_cache.iterdir()
+    assert f"its rows are kept in {folder}" in str(caught.value)
+    assert len(rows(folder)) == 10
+    writer = cached_data.Writer(url, identity="text")
+    writer.vocabulary(vocabularies.characters(), None)
+    assert writer.written("train").is_complete
+    writer.finish(made_from={})
+    np.testing.assert_array_equal(rows(url), rows_of(0))
+    assert not list(user_cache.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, SHARDS])
+def test_a_kill_loses_no_rows_on_their_way_to_a_bucket(
+    settings, tmp_path, shards, capsys, user_cache
+):
+    argv = [*settings, f"--shards={shards}", f"--output_dir=file://{tmp_path}/bucket"]
+    code = (
+        "from convt5 import cache\n"
+        "from convt5.data import cached_data\n"
+        "cached_data._SECONDS_BETWEEN_NOTES = 0\n"
+        f"cache.main({argv!r})\n"
+    )
+    process = commands.start([sys.executable, "-c", code])
+    commands.wait_until(
+        lambda: any(
+            '"num_read"' in path.read_text() for path in user_cache.glob("*/progress.json")
+        ),
+        process,
+    )
+    process.kill()
+    process.wait()
+    cache.main(argv)
+    assert re.search(r"train( 0/3)?: resumes after \d", capsys.readouterr().out)
+    assert not list(user_cache.iterdir())
+    cache.main([*argv[:-1], f"--output_dir={tmp_path}/local"])
+    found = contents(tmp_path / "bucket")
+    found.pop("shards.json", None)
+    assert found == contents(tmp_path / "local")
+
+
+@pytest.mark.parametrize("home", ["/proc/nothing", None])
+def test_a_user_without_a_cache_is_told_where_rows_for_a_bucket_are_made(monkeypatch, home):
+    monkeypatch.setenv("XDG_CACHE_HOME", home or "~nobody_of_this_name")
+    with pytest.raises(errors.UserError, match=r"=memory://a/b .*; set XDG_CACHE_HOME to"):
+        cached_data.Writer("memory://a/b")
+
+
+def test_two_machines_do_not_mix_their_rows_in_a_bucket(monkeypatch, tmp_path, user_cache):
+    url = f"memory://{tmp_path}"
+    slow = begin(url, 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/of_another")
+    make(url, 0)
+    with pytest.raises(errors.UserError, match=f"output_dir={url} exists"):
+        slow.finish(made_from={})
+    np.testing.assert_array_equal(rows(url), rows_of(0))
+
+
+def test_a_cache_in_a_bucket_is_written_and_read_in_files_that_fit_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(cached_data, "_FILE_BYTES", 40)  # Three rows of the longest feature.
+    written = {}
+    write = object_stores.Store.write
+
+    def note(store, name, content):
+        written[f"{store._url}/{name}"] = len(content)
+        write(store, name, content)
+
+    monkeypatch.setattr(object_stores.Store, "write", note)
+    url = f"memory://{tmp_path}"
+    whole = cache_shards.ShardedCache(url, SHARDS, "some text")
+    made = [make(whole.shard(i), i) for i in whole.missing()]
+    whole.join()
+    lengths = [size for name, size in written.items() if name.endswith(".bin")]
+    assert max(lengths) <= 40
+    assert len(lengths) == 4 * 3 * (1 + SHARDS)
+    copy = tmp_path / "copy"
+    for name in (os.path.relpath(each, url) for each in written):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(object_stores.Store(url).read(name) or b"")
+    for path in (url, copy):
+        np.testing.assert_array_equal(rows(path), np.concatenate(made))
+        np.testing.assert_array_equal(rows(path, "validation"), made[0])
 
 
 @pytest.mark.parametrize("shards", [[3], [5, 5], [3, 3, 3], ["3", 3]])

@@ -517,6 +517,8 @@ def test_a_description_that_is_none_is_named(folder, about):
         {"splits": {"train": SPLIT | {"counts": {"texts": [1, 2, 3, -4]}}}},
         {"splits": {"train": SPLIT | {"tokens": {"encoder_input_tokens": "many"}}}},
         {"splits": {"train": SPLIT | {"described": 3}}},
+        *({"splits": {"train": SPLIT | {"rows_per_file": n}}} for n in (0, 1.5, "2")),
+        {"splits": {"train": SPLIT | {"rows": 10**9, "rows_per_file": 1}}},
         {"vocab_size": "many"},
         {"vocabulary": 3},
     ],

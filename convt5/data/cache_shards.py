@@ -55,7 +55,7 @@ class ShardedCache:
         """Completes the cache; returns its `cache.json`."""
         shards = [cached_data.read_about(self.shard(i)) for i in range(self._num_shards)]
         about = _join(shards)
-        text = json.dumps(about, indent=2, default=str) + "\n"
+        text = cached_data.as_text(about)
         if self._is_remote:
             store = object_stores.Store(self._root)
             for name in (VOCABULARY_FILE, SIZES_FILE):
@@ -126,7 +126,8 @@ def _join_split(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the description of a split from those of its shards."""
     fingerprints = "".join(part["fingerprint"] for part in parts)
     return {
-        **parts[0],
+        # Of the first, but for the rows of a file, which only long shards have.
+        **{key: value for part in reversed(parts) for key, value in part.items()},
         "rows": sum(part["rows"] for part in parts),
         "checksums": all(part.get("checksums") for part in parts),
         "shards": [part["rows"] for part in parts],

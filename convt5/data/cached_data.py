@@ -30,9 +30,9 @@ from convt5.data.counts import Counts
 from convt5.data.prefetching import rows_per_host
 from convt5.data.row_order import Passes
 from convt5.data.rows import checksums
-from convt5.data.stored_rows import RowFile, StoredRows
+from convt5.data.stored_rows import StoredRows, row_files
 from convt5.errors import checks
-from convt5.runtime import atomic_files, file_locks, foreign_files, object_stores
+from convt5.runtime import atomic_files, file_locks, folders, foreign_files, object_stores
 from convt5.text import task_format, vocabulary_files
 
 ABOUT_FILE = "cache.json"
@@ -45,6 +45,10 @@ _LONGEST_DESCRIPTION = 100_000
 # The decoder's inputs are its targets again.
 _COUNTED = ("encoder_input_tokens", "decoder_target_tokens")
 _CHECKSUMS = "checksums"
+_PER_FILE = "rows_per_file"
+_FILE_BYTES = 2**27
+"""Most bytes of a file of rows in an object store: it is written from memory, and whole."""
+_MOST_FILES = 10**6
 _FEATURE = re.compile(r"\w+", re.ASCII)
 _SHORT, _LONG = _DTYPES = ("<u2", "<u4")
 
@@ -174,24 +178,22 @@ class CachedDataConfig:
     def _rows(self) -> dict[str, StoredRows]:
         """Returns the rows of each feature, after checking the sizes of local files."""
         split = self._about["splits"][self.split]
-        root = self.path if atomic_files.is_remote(self.path) else os.fspath(_folder(self.path))
+        root = os.path.dirname(_about_name(self.path))
         parts = list(enumerate(split.get("shards", ())))
         folders = [f"{root}/{shard_name(i, self._about['num_shards'])}" for i, _ in parts] or [root]
         counts = [rows for _, rows in parts] or [split["rows"]]
-        features = split["features"]
-        if split.get(_CHECKSUMS):
-            features = features | {_CHECKSUMS: {"dtype": _LONG, "length": 1}}
         return {
             name: StoredRows(
                 [
-                    RowFile(f"{folder}/{self.split}/{name}.bin", rows)
+                    file
                     for folder, rows in zip(folders, counts, strict=True)
+                    for file in row_files(f"{folder}/{self.split}/{name}", rows, _per_file(split))
                 ],
                 feature,
                 limit=_limit(name, split["features"], self._about),
                 about_file=ABOUT_FILE,
             )
-            for name, feature in features.items()
+            for name, feature in _stored_features(split).items()
         }
 
     def _length(self, feature: str) -> int:
@@ -285,7 +287,7 @@ def read_about(path: str) -> Mapping[str, Any]:
     Raises:
         UserError: there is none, or this version cannot read it.
     """
-    file = _folder(path) / ABOUT_FILE
+    file, name = _folder(path) / ABOUT_FILE, _about_name(path)
     if not file.exists():
         raise errors.UserError(
             f"path={path} holds no cache: there is no {ABOUT_FILE}; make one with python -m "
@@ -296,18 +298,18 @@ def read_about(path: str) -> Mapping[str, Any]:
             foreign_files.read_bytes(file, foreign_files.MOST_JSON_BYTES)
         )
     except (OSError, ValueError) as error:
-        raise foreign_files.unreadable(file, error, "rebuild the cache.") from None
+        raise foreign_files.unreadable(name, error, "rebuild the cache.") from None
     version = about.get("version") if isinstance(about, dict) else None
     if version not in (None, _VERSION, SHARDED_VERSION):
         raise errors.UserError(
-            f"{file} is of version {errors.clip(version)}, and this reads up to version "
+            f"{name} is of version {errors.clip(version)}, and this reads up to version "
             f"{SHARDED_VERSION}; rebuild the cache."
         )
     try:
         _check_about(about)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise errors.UserError(
-            f"{file} does not describe a cache ({errors.clip(error, limit=200)}); rebuild "
+            f"{name} does not describe a cache ({errors.clip(error, limit=200)}); rebuild "
             "the cache."
         ) from None
     return about
@@ -331,7 +333,8 @@ class Writer:
     """Writes a cache, which appears under its name only after `finish`.
 
     Args:
-        folder: folder of the cache, which must not exist. A temporary folder beside it is used.
+        folder: folder or URL of the cache, which must not exist. A temporary folder beside it is
+            used, or one in the user's cache, from which `finish` uploads the rows.
         identity: identifies the data. If a killed process began a cache with the same identity,
             writing continues there; None starts again.
 
@@ -339,23 +342,35 @@ class Writer:
         UserError: the folder exists, or is not writable.
     """
 
-    def __init__(self, folder: pathlib.Path, *, identity: str | None = None):
-        folder = _folder(folder)
-        check_absent(folder)
-        self._folder = folder
-        self._unfinished = atomic_files.unfinished(folder, "unfinished")
+    def __init__(self, folder: os.PathLike[str] | str, *, identity: str | None = None):
+        self._url = os.fspath(folder) if atomic_files.is_remote(folder) else None
+        if self._url:
+            self._unfinished = _waiting(self._url)
+        else:
+            folder = self._folder = _folder(folder)
+            check_absent(folder)
+            self._unfinished = atomic_files.unfinished(folder, "unfinished")
         self._about: dict[str, Any] = {}
         self._token_type = _LONG
         self._lock = -1
         try:
             self._unfinished.mkdir(parents=True, exist_ok=True)
             self._lock = take(self._unfinished, folder)
-            weakref.finalize(self, os.close, self._lock)
+            self._release = weakref.finalize(self, os.close, self._lock)
             self._progress = self._begun(identity)
             if not self._progress["splits"]:
                 clear(self._unfinished)
         except OSError as error:
+            if self._url:
+                raise errors.UserError(
+                    f"rows of output_dir={folder} are made in {self._unfinished}, which cannot be "
+                    f"written ({error.strerror}); set XDG_CACHE_HOME to a folder that can."
+                ) from None
             raise not_writable(folder, error) from None
+
+    def close(self) -> None:
+        """Lets another writer continue what is unfinished, as the end of the process does."""
+        self._release()
 
     def written(self, split: str) -> Written:
         """Returns how much of a split a killed process has written."""
@@ -546,6 +561,10 @@ class Writer:
             made_from: the settings with which it was made.
             tasks: the input formats of its tasks.
             described: for each split, the description of the data it was made from.
+
+        Raises:
+            UserError: the cache cannot be put in its place, or another is there by now.
+            TrainingError: the object store refuses or does not answer.
         """
         splits = {
             split: {
@@ -570,11 +589,13 @@ class Writer:
             "splits": splits,
             "made_from": dict(made_from),
         }
-        text = json.dumps(about, indent=2, default=str) + "\n"
         with self._naming_place():
             atomic_files.check_same(self._lock, self._unfinished)
             _check_files(self._unfinished, self._progress["splits"])
-            atomic_files.replace_text(self._unfinished / ABOUT_FILE, text)
+            atomic_files.replace_text(self._unfinished / ABOUT_FILE, as_text(about))
+        if self._url:
+            _upload(self._unfinished, self._url, about)
+            return about
         publish(self._unfinished, self._folder)
         # Only now: with it, the same command finishes a cache that could not be put there.
         (self._folder / _PROGRESS_FILE).unlink(missing_ok=True)
@@ -641,7 +662,57 @@ def publish(unfinished: pathlib.Path, folder: pathlib.Path) -> None:
         ) from None
 
 
-def take(unfinished: pathlib.Path, folder: pathlib.Path) -> int:
+def _waiting(url: str) -> pathlib.Path:
+    """Returns the local folder in which the rows of a cache in an object store are made."""
+    cache = folders.user_cache()
+    if cache is None:
+        raise errors.UserError(
+            f"rows of output_dir={url} are made in the user's cache, but this user has no "
+            "home folder; set XDG_CACHE_HOME to a folder that can be written."
+        )
+    return cache / "rows" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
+
+
+def _upload(waiting: pathlib.Path, url: str, about: Mapping[str, Any]) -> None:
+    """Moves a whole cache to an object store: its files of rows in parts, and `cache.json` last."""
+    about = {**about, "splits": {name: _in_parts(x) for name, x in about["splits"].items()}}
+    text = as_text(about).encode()
+    try:
+        store = object_stores.Store(url)
+        if store.read(ABOUT_FILE) not in (None, text):  # Another machine's, made meanwhile.
+            raise exists_already(url)
+        for name in (VOCABULARY_FILE, SIZES_FILE):
+            if (waiting / name).exists():
+                store.write(name, (waiting / name).read_bytes())
+        for name, split in about["splits"].items():
+            for feature, stored in _stored_features(split).items():
+                with _open(waiting / name / f"{feature}.bin", "rb") as file:
+                    for part in row_files(f"{name}/{feature}", split["rows"], _per_file(split)):
+                        store.write(part.path, file.read(part.rows * _row_bytes(stored)))
+        store.write(ABOUT_FILE, text)
+    except errors.TrainingError as error:
+        raise errors.TrainingError(
+            f"{error} Nothing is made again: its rows are kept in {waiting}."
+        ) from None
+    shutil.rmtree(waiting, ignore_errors=True)
+
+
+def _in_parts(split: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the description of a split whose files fit into memory."""
+    longest = max(_row_bytes(feature) for feature in _stored_features(split).values())
+    per_file = max(1, _FILE_BYTES // longest)
+    return split if split["rows"] <= per_file else {**split, _PER_FILE: per_file}
+
+
+def _per_file(split: Mapping[str, Any]) -> int:
+    return split.get(_PER_FILE, split["rows"])
+
+
+def _row_bytes(feature: Mapping[str, Any]) -> int:
+    return feature["length"] * np.dtype(feature["dtype"]).itemsize
+
+
+def take(unfinished: pathlib.Path, folder: os.PathLike[str] | str) -> int:
     """Locks a folder that becomes `folder` against other processes, until the result is closed.
 
     Removes temporary files of killed processes, which would become part of the cache.
@@ -666,9 +737,8 @@ def _open(path: pathlib.Path, mode: str) -> IO[Any]:
 
 def _open_to_append(folder: pathlib.Path, name: str, progress: Mapping[str, Any]) -> Any:
     """Opens a file for appending; cuts off what a killed process wrote after its last record."""
-    feature = progress["features"][name]
     file = _open(folder / f"{name}.bin", "r+b")
-    file.truncate(progress["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize)
+    file.truncate(progress["rows"] * _row_bytes(progress["features"][name]))
     file.seek(0, os.SEEK_END)
     return file
 
@@ -712,6 +782,24 @@ def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
 _copies: dict[str, pathlib.Path] = {}
 
 
+def _about_name(path: str) -> str:
+    """Returns the path or URL of the `cache.json` of a cache."""
+    if atomic_files.is_remote(path):  # No store knows a name with two slashes for one with one.
+        return f"{path.rstrip('/')}/{ABOUT_FILE}"
+    return os.fspath(_folder(path) / ABOUT_FILE)
+
+
+def as_text(about: Mapping[str, Any]) -> str:
+    """Returns the content of `cache.json`."""
+    return json.dumps(about, indent=2, default=str) + "\n"
+
+
+def _stored_features(split: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns the features of a split, and its checksums if it has any."""
+    sums = {_CHECKSUMS: {"dtype": _LONG, "length": 1}} if split.get(_CHECKSUMS) else {}
+    return {**split["features"], **sums}
+
+
 def _limit(name: str, features: Mapping[str, Any], about: Mapping[str, Any]) -> int:
     """Returns the upper bound of a feature's values: ids, segments or positions."""
     if name == _CHECKSUMS:
@@ -748,6 +836,10 @@ def _check_about(about: Any) -> None:
         _ = split["features"]["encoder_input_tokens"], split["features"]["decoder_input_tokens"]
         if not isinstance(split["fingerprint"], str) or not split["rows"]:
             raise ValueError(f"the split {name!r} has no rows, or no fingerprint of them")
+        per_file = _per_file(split)
+        counts.append(per_file)
+        if per_file < 1 or split["rows"] > per_file * _MOST_FILES:
+            raise ValueError(f"the split {name!r} has {per_file} rows in a file")
         description = split.get("described", "")
         if not isinstance(description, str) or len(description) > _LONGEST_DESCRIPTION:
             raise ValueError(f"the split {name!r} is described by no text")
@@ -778,7 +870,7 @@ def _check_files(folder: pathlib.Path, splits: Mapping[str, Any]) -> None:
         for name, feature in progress["features"].items():
             path = folder / split / f"{name}.bin"
             kinds = [atomic_files.kind(each) for each in (path.parent, path)]
-            expected = progress["rows"] * feature["length"] * np.dtype(feature["dtype"]).itemsize
+            expected = progress["rows"] * _row_bytes(feature)
             if kinds != ["a folder", "a file"] or path.stat().st_size < expected:
                 raise ValueError(f"{split}/{name}.bin does not hold {expected:,} bytes")
 

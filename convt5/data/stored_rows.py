@@ -21,6 +21,14 @@ class RowFile(NamedTuple):
     rows: int
 
 
+def row_files(path: str, rows: int, per_file: int) -> list[RowFile]:
+    """Returns the files with the rows of a feature, whose names begin with `path`."""
+    if rows <= per_file:
+        return [RowFile(f"{path}.bin", rows)]
+    firsts = enumerate(range(0, rows, per_file))
+    return [RowFile(f"{path}.{i:05}.bin", min(per_file, rows - first)) for i, first in firsts]
+
+
 class StoredRows:
     """The rows of one feature in one or several files.
 

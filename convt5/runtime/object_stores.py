@@ -62,12 +62,6 @@ class Store:
         with contextlib.suppress(*_ERRORS):
             self._files.write(name, None).result()
 
-    def upload(self, folder: pathlib.Path, *, last: str) -> None:
-        """Writes the files of a local folder, and finally the file `last`."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        for path in sorted(files, key=lambda path: path.name == last):
-            self.write(path.relative_to(folder).as_posix(), path.read_bytes())
-
     def download(self, names: list[str], folder: pathlib.Path) -> None:
         """Writes those files that exist into a local folder."""
         for name in names:
