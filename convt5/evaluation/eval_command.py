@@ -28,8 +28,9 @@ from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import folders, metric_names
 from convt5.runtime.progress import Progress
-from convt5.text import task_format
+from convt5.text import task_format, vocabulary_files
 from convt5.training.compilation import enable_persistent_cache
+from convt5.training.losses import TextLoss
 
 if TYPE_CHECKING:
     from convt5.evaluation.evaluator import Evaluator
@@ -74,11 +75,20 @@ class TextPlan:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
         contents = fingerprints(self.tasks)
+        ways = {task.name: getattr(task.source, "reading", None) for task in self.tasks}
+        rows = {name: way() for name, way in ways.items() if way}
+        texts = {t.name: vocabulary_files.of_features(t.output_features) for t in self.tasks}
+        ids = {name: [one.fingerprint for one in text[:2]] for name, text in texts.items() if text}
+        loss = self.settings.train.get("loss")
         written = list(map(_task_data().find_format, self.tasks))
         marked = [format.task for format in written if format.mark_shared]
         return {
             **self.predict.described(),
             **({"content": contents} if contents else {}),
+            **({"rows": rows} if rows else {}),
+            **({"vocabularies": ids} if ids else {}),
+            **({"loss": dataclasses.asdict(loss)} if isinstance(loss, TextLoss) else {}),
+            # Also under the name that it had before "tasks", for results of that time.
             **({"mark_shared": marked} if marked else {}),
             "tasks": task_format.as_json(written),
             "num_examples": evaluate.num_examples,

@@ -331,7 +331,7 @@ def _check_settings(path: str, settings: Mapping[str, Any]) -> None:
 
 def _told_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns `record.differences`, except in what an earlier version did not tell."""
-    untold = {"content", "model", "tasks"} - before.keys()
+    untold = {"content", "loss", "model", "rows", "tasks", "vocabularies"} - before.keys()
     return differences(before, {name: now[name] for name in now.keys() - untold})
 
 
