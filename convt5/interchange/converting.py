@@ -401,6 +401,7 @@ def _export(
             imported.params,
             step=imported.step,
             normalisation=imported.normalisation,
+            mean=imported.mean,
         )
     else:
         stablehlo.write_programs(

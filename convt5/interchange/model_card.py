@@ -68,7 +68,11 @@ def text(
                 "",
                 "## Metrics",
                 "",
-                *_metrics(origin, step=imported.step),
+                *(
+                    ["Not recorded for this mean."]
+                    if imported.mean
+                    else _metrics(origin, step=imported.step)
+                ),
                 "",
                 "## Licence",
                 "",
@@ -118,7 +122,10 @@ def _front_matter(licence: str | None) -> list[str]:
 def _description(imported: Imported) -> list[str]:
     config = imported.config
     count = sum(array.size for array in imported.params.values())
-    lines = [f"An encoder-decoder of {count:,} parameters after {imported.step:,} updates:", ""]
+    made = f" after {imported.step:,} updates"
+    if imported.mean:
+        made = f", the mean of {imported.mean['of']}"
+    lines = [f"An encoder-decoder of {count:,} parameters{made}:", ""]
     for name, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
         kinds = dict.fromkeys(layer.kind for layer in layers)
         lines.append(f"- {name}: {len(layers)} layers that mix by {', '.join(kinds)};")
