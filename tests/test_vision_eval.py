@@ -154,6 +154,8 @@ def test_a_dry_run_computes_nothing(run_dir, tmp_path, capsys):
         (["--strategy=beam"], "--strategy applies to text models"),
         (["--seed=0"], "--seed applies to text models"),
         (["--gin.evaluation.EvalConfig.every_nth=2"], "every_nth applies to text models"),
+        (["--gin.evaluation.EvalConfig.tasks='sst2'"], "tasks applies to text models"),
+        (["--gin.evaluation.EvalConfig.seed=1"], "EvalConfig.seed applies to text models"),
         (["--reestimate=0"], "--reestimate=0 must be at least 1"),
         (["--split=absent"], r"absent\.npz cannot be read"),
         (["--gin.NUM_CLASSES=5"], "labels run from 0 to 5"),

@@ -23,7 +23,7 @@ from convt5.evaluation.hosts import first_hosts
 from convt5.evaluation.images import ImagePlan
 from convt5.evaluation.results import Outcome, Results, closing_results
 from convt5.evaluation.run_settings import RunSettings
-from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
 from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import folders, metric_names
@@ -169,9 +169,11 @@ def _image_plan(config: Any, checkpoint: str, settings: RunSettings, flags: Any)
         for flag in (*PREDICT_FLAGS, *TASK_FLAGS)
         if flag.name != "batch_size" and _is_given(getattr(flags, flag.name))
     ]
-    given = [f"--{name}" for name in given]
-    if settings.evaluate.every_nth != 1:
-        given.append("evaluation.EvalConfig.every_nth")
+    given = [f"--{name}" for name in given] or [
+        f"evaluation.EvalConfig.{name}"
+        for name in ("tasks", "every_nth", "predict", "seed")
+        if getattr(settings.evaluate, name) != getattr(EvalConfig(), name)
+    ]
     errors.raise_all(
         [f"{name} applies to text models; leave it out." for name in given], where=checkpoint
     )
