@@ -124,6 +124,13 @@ def test_batch_statistics_are_measured_anew_where_asked_and_as_often_the_same(ru
     assert first == again
     assert first["settings"]["reestimate_batches"] == 3
     assert first["metrics"]["loss"] != saved["metrics"]["loss"]
+    smaller = "--gin.train/images.ImageDataConfig.batch_size=8"
+    other, _ = evaluated(run_dir, "--reestimate=3", smaller)
+    assert (
+        first["settings"]["reestimate_data"] | {"batch_size": 8}
+        == (other["settings"]["reestimate_data"])
+    )
+    assert other["metrics"]["loss"] != first["metrics"]["loss"]
 
 
 def test_a_run_is_found_by_a_relative_path(run_dir, monkeypatch):
