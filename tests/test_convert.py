@@ -471,12 +471,15 @@ def test_a_mean_tells_whether_it_is_of_runs_or_of_steps_of_one(capsys, tmp_path)
         mean = json.loads((out / "convt5.json").read_text())["mean"]
         assert mean["of"] == words
         assert mean["models"] == [fingerprint(find_checkpoint(path)) for path in paths]
-    # The figures of the first are not those of the mean.
+    # The figures and data of the first are not those of the mean.
+    for path, name in ((one, "news"), (other, "films")):
+        (path / "config.gin").write_text(f"train/data.DataConfig.mixture = '{name}'\n")
     run(capsys, "--to=transformers", *flags, f"--output_dir={tmp_path / 'card'}")
     card = (tmp_path / "card" / "README.md").read_text()
     assert "parameters, the mean of 2 runs:" in card
     assert "Not recorded for this mean." in card
     assert "0.25" not in card
+    assert "Trained on `news`.\nTrained on `films`.\n" in card
 
 
 def test_one_checkpoint_is_not_averaged_twice(capsys, tmp_path, monkeypatch):

@@ -533,6 +533,19 @@ def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypa
         assert one["predictions"] == other["predictions"]
 
 
+def test_an_output_is_not_continued_in_another_vocabulary_of_the_same_name(run_dir, tmp_path):
+    vocabulary, output = tmp_path / "spm.model", tmp_path / "out.jsonl"
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--checkpoint={run_dir}", f"--vocabulary={vocabulary}", f"--output={output}"]
+    argv += [f"--input={tmp_path}/in.txt", "--raw"]
+    vocabulary.write_bytes(word_pieces.trained_model())
+    assert infer.main(argv) == 0
+    assert infer.main([*argv, "--dry_run"]) == 0
+    vocabulary.write_bytes(word_pieces.trained_model(vocab_size=24))
+    with pytest.raises(UserError, match="vocabulary_content: sentencepiece"):
+        infer.main(argv)
+
+
 def test_the_rows_of_a_task_are_those_that_eval_measures(run_dir, tmp_path, capsys):
     of_gin = {"every_nth": 2, "num_examples": 2, "split": "'validation'"}
     argv = [f"--gin.evaluation.EvalConfig.{name}={value}" for name, value in of_gin.items()]

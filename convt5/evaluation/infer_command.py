@@ -150,10 +150,12 @@ def _describe(plan: _Plan) -> str:
 def _settings_of_output(plan: _Plan, flags: Any) -> dict[str, Any]:
     """Returns what predictions depend on; a file is continued only with equal settings."""
     written = plan.written if not flags.raw else None
+    named = vocabulary_files.of(plan.features.inputs) if flags.vocabulary else None
     return {
         "checkpoint": str(plan.found.folder),
         **plan.found.described(),
         "vocabulary": flags.vocabulary,
+        **({"vocabulary_content": named.fingerprint} if named else {}),
         "input": plan.inputs.name if plan.inputs else None,
         "field": flags.field,
         **({"invalid_utf8": flags.invalid_utf8} if flags.invalid_utf8 else {}),

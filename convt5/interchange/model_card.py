@@ -6,6 +6,7 @@ is called unknown.
 
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -37,6 +38,7 @@ def text(
     needs_code: bool,
     has_tokenizer: bool,
     longest: int | None = None,
+    others: Sequence[str] = (),
 ) -> str:
     """Returns the model card.
 
@@ -47,6 +49,7 @@ def text(
         needs_code: whether transformers needs the PyTorch file in the folder.
         has_tokenizer: whether the folder has a tokenizer of transformers.
         longest: tokens of the longest answer in training, if known.
+        others: further runs that the model is the mean of.
     """
     trust = ", trust_remote_code=True" if needs_code else ""
     return (
@@ -64,7 +67,7 @@ def text(
                 "",
                 "## Data",
                 "",
-                *_data(origin),
+                *dict.fromkeys(line for each in (origin, *others) for line in _data(each)),
                 "",
                 "## Metrics",
                 "",
