@@ -19,6 +19,16 @@ from convt5.runtime.bars import Bar
 
 SUITES = ("ops", "train_step", "decode", "data", "formulations", "start")
 _WITHOUT_LENGTHS = frozenset({"start"})
+_OF_MODELS = ("train_step", "decode")
+_SERVED_BY = {
+    "t5x": _OF_MODELS,
+    "longest_seconds": _OF_MODELS,
+    "batch_size": ("ops", *_OF_MODELS),
+    "only_ours": ("ops", *_OF_MODELS),
+    "channels": ("ops",),
+}
+"""The suites that use a flag which others do not."""
+_DEFAULTS = {"batch_size": 4, "channels": 256, "longest_seconds": 20.0}
 VARIANTS = ("t5", "t5_canon", "depthwise", "lightweight", "dynamic", "dynamic_canon", "long")
 # Sizes of the models compared if no gin file names others.
 _SIZE = {"emb_dim": 256, "mlp_dim": 1024, "num_heads": 4, "head_dim": 64, "vocab_size": 1024}
@@ -69,12 +79,12 @@ COMMAND = command_line.Command(
             {"default": None},
         ),
         command_line.Flag(
-            "batch_size", "rows per batch (default: 4).", {"type": int, "default": 4}
+            "batch_size", "rows per batch of operators and models (default: 4).", {"type": int}
         ),
         command_line.Flag(
             "channels",
             "channels of the operators, an even number (default: 256).",
-            {"type": int, "default": 256},
+            {"type": int},
         ),
         command_line.Flag(
             "repeats", "times that each implementation runs (default: 5).", {"type": int}
@@ -83,7 +93,7 @@ COMMAND = command_line.Command(
             "longest_seconds",
             "an implementation that needs more seconds than this for a step or an output is not "
             "run at greater lengths (default: 20).",
-            {"type": float, "default": 20.0},
+            {"type": float},
         ),
         command_line.Flag(
             "t5x",
@@ -123,6 +133,8 @@ def main(argv: Sequence[str]) -> None:
     _check_flags(flags)
     suites = _choose_suites(flags.suites)
     _check_served(suites, arguments)
+    for name, value in _DEFAULTS.items():
+        setattr(flags, name, value if getattr(flags, name) is None else getattr(flags, name))
     models = _models(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
     # Deferred, so that help and usage errors are fast.
@@ -270,9 +282,9 @@ def _check_flags(flags: argparse.Namespace) -> None:
         for name, value in (("repeats", flags.repeats), ("batch_size", flags.batch_size))
         if value is not None and value < 1
     ]
-    if flags.channels < 2 or flags.channels % 2:
+    if flags.channels is not None and (flags.channels < 2 or flags.channels % 2):
         faults.append(f"--channels={flags.channels} must be an even number of at least 2.")
-    if not flags.longest_seconds > 0:
+    if flags.longest_seconds is not None and not flags.longest_seconds > 0:
         faults.append(f"--longest_seconds={flags.longest_seconds} must be a positive number.")
     errors.raise_all(faults, where="flags")
     if flags.plot_suffix != figures.SUFFIX:  # Measuring needs no package that draws.
@@ -281,13 +293,17 @@ def _check_flags(flags: argparse.Namespace) -> None:
 
 def _check_served(suites: Sequence[str], arguments: command_line.Arguments) -> None:
     """Raises `UserError` for flags that none of the suites uses."""
-    of_models = arguments.settings()
-    of_models += [] if arguments.flags.t5x is None else [f"--t5x={arguments.flags.t5x}"]
-    faults = []
-    if of_models and not {"train_step", "decode"} & set(suites):
-        faults.append(
-            f"{of_models[0]} applies to the suites train_step and decode; add one of them."
-        )
+    given = vars(arguments.flags)
+    served_by = {text: _OF_MODELS for text in arguments.settings()[:1]}
+    for name, served in _SERVED_BY.items():
+        if (value := given[name]) not in (None, False):
+            served_by[f"--{name}" if value is True else f"--{name}={value}"] = served
+    faults = [
+        f"{text} applies to the suite{'s' * (len(served) > 1)} {' and '.join(served)}; add "
+        f"{'one of them' if len(served) > 1 else 'it'}, or leave the flag out."
+        for text, served in served_by.items()
+        if not set(served) & set(suites)
+    ]
     if arguments.flags.lengths is not None and _WITHOUT_LENGTHS.issuperset(suites):
         faults.append(f"--lengths does not apply to the suite {suites[0]}; leave it out.")
     errors.raise_all(faults, where="flags")

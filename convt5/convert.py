@@ -142,8 +142,8 @@ COMMAND = command_line.Command(
         ),
         command_line.Flag(
             "average",
-            "another run of the same model and vocabulary, whose parameters the exported ones are "
-            "the mean of; give the flag once for each.",
+            "another run of the same model and vocabulary, or another step of it: the exported "
+            "parameters are the mean of all. Give the flag once for each.",
             {"action": "append", "default": []},
         ),
         command_line.Flag(

@@ -322,7 +322,14 @@ class TextClassification:
         _check_fields(self.name, text_fields, self.label_field, prompt)
         source = TableSource(
             self.path,
-            _Parser(text_fields, self.label_field, names, generated, self.threshold),
+            functools.partial(
+                _parse,
+                text_fields=text_fields,
+                label_field=self.label_field,
+                names=names,
+                labels=generated,
+                threshold=self.threshold,
+            ),
             columns=self.columns,
             layout=self.layout,
             validation_fraction=self.validation_fraction,
@@ -347,29 +354,30 @@ text_classification = descriptions.function(
 )
 
 
-class _Parser(NamedTuple):
-    """Reads an example from a row of `TextClassification`.
+def _parse(
+    row: Row,
+    *,
+    text_fields: Sequence[str],
+    label_field: str,
+    names: Mapping[str, str | None],
+    labels: Sequence[str],
+    threshold: float | None,
+) -> Example | None:
+    """Returns the example of a row of `TextClassification`; results tell its settings.
 
-    Attributes:
-        text_fields, label_field, threshold: its settings.
+    Args:
+        row: a row of a file.
+        text_fields, label_field, threshold: those of the task.
         names: the target for each label of the file, or None to skip the row.
         labels: the targets.
     """
-
-    text_fields: Sequence[str]
-    label_field: str
-    names: Mapping[str, str | None]
-    labels: Sequence[str]
-    threshold: float | None
-
-    def __call__(self, row: Row) -> Example | None:
-        if self.threshold is not None:
-            label = self.labels[_number(row, self.label_field) >= self.threshold]
-        else:
-            label = label_of(row, self.label_field, self.names)
-        if label is None:
-            return None
-        return {**{field: row.text(field) for field in self.text_fields}, _TARGET: label}
+    if threshold is not None:
+        label = labels[_number(row, label_field) >= threshold]
+    else:
+        label = label_of(row, label_field, names)
+    if label is None:
+        return None
+    return {**{field: row.text(field) for field in text_fields}, _TARGET: label}
 
 
 def _check_fields(name: str, text_fields: Sequence[str], label_field: str, prompt: str) -> None:

@@ -82,16 +82,14 @@ def summarization(
     Raises:
         UserError: `path` has no files. Errors in a row are raised when it is read.
     """
-
-    def parse(row: Row) -> Example:
-        return {"document": row.text(document_field), TARGET: row.text(summary_field)}
-
     layout = Layout(aliases={"document": ["article"], "summary": ["highlights"]})
     return generation_task(
         name,
         TableSource(
             path,
-            parse,
+            functools.partial(
+                _document, document_field=document_field, summary_field=summary_field
+            ),
             columns=columns,
             layout=layout,
             validation_fraction=validation_fraction,
@@ -101,6 +99,10 @@ def summarization(
         prompt="summarize: {document}",
         metric_fns=[metrics.rouge],
     )
+
+
+def _document(row: Row, *, document_field: str, summary_field: str) -> Example:
+    return {"document": row.text(document_field), TARGET: row.text(summary_field)}
 
 
 def _answer(row: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:

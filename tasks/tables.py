@@ -340,6 +340,11 @@ class TableSource(ItemSource):
             about.append({"balance": self._balance})
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
 
+    def reading(self) -> dict[str, Any]:
+        """Returns how rows become examples, as JSON values: the settings of `parse`."""
+        settings = self._parse.keywords if isinstance(self._parse, functools.partial) else {}
+        return {"layout": self._layout and self._layout._asdict(), **settings}
+
     def files(self, split: str) -> list[str]:
         """Returns the files of a split; none for rows held out of those of another."""
         return self._files.get(split, [])

@@ -112,6 +112,7 @@ def test_operators_are_timed_at_the_sizes_that_are_asked_for(monkeypatch):
     has_torch = importlib.util.find_spec("torch") is not None
     for record, elements in zip(records, (3 * 8, 3 * 2, 2 * 16 * 3 * 2), strict=True):
         assert record["least_bytes"] == 4 * (4 * 2 * 16 * 8 + 2 * elements)
+        assert (record["batch_size"], record["channels"]) == (2, 8)
         is_compared = has_torch and record["kind"] == "depthwise"
         assert (record["torch_seconds"] is not None) == is_compared
         assert record["causal_conv1d_seconds"] is None  # It runs on GPUs alone.
@@ -163,6 +164,17 @@ def test_models_that_take_too_long_are_left_out_at_greater_lengths():
     settings = {"batch_size": 1, "repeats": 1, "longest_seconds": 0.0}
     found = models.by_length("train_step", sides, (8, 16), **settings)
     assert [record["length"] for record in found] == [8]
+
+
+def test_records_and_tables_tell_the_rows_of_a_batch():
+    settings = {"batch_size": 3, "repeats": 1, "longest_seconds": 9.0}
+    (record,) = models.by_length("decode", {"a": lambda *_: (lambda: 0, {})}, [8], **settings)
+    assert record["batch_size"] == 3
+    machine = {
+        **{"suite": "machine", "device": "cpu", "processor": "p", "platform": "cpu", "jax": "1"},
+        **{"processors": 2, "copy_bytes_per_second": 1e9, "matmul_flops": 1e11},
+    }
+    assert "\n### decode, batches of 3\n" in report.text([machine, record])
 
 
 def cells(text: str) -> list[str]:
@@ -264,6 +276,16 @@ def test_faulty_arguments_are_explained(tmp_path, argument, message):
             "t5_tiny.gin applies to the suites",
         ),
         (["--suites=start", "--lengths=8"], "--lengths does not apply to the suite start"),
+        (
+            ["--suites=data,start", "--batch_size=8"],
+            "--batch_size=8 applies to the suites ops",
+        ),
+        (["--suites=decode", "--channels=8"], "--channels=8 applies to the suite ops; add it"),
+        (["--suites=ops", "--longest_seconds=9"], "--longest_seconds=9.0 applies to the suites t"),
+        (
+            ["--suites=formulations", "--only_ours"],
+            "--only_ours applies to the suites ops",
+        ),
         (["--t5x=nowhere"], "t5x=nowhere holds no t5x/examples/t5/network.py"),
     ],
 )

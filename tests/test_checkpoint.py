@@ -492,6 +492,19 @@ def test_the_best_step_is_among_values_of_one_evaluation(open_run, tmp_path, eva
     assert checkpoint.best_step(tmp_path / "checkpoints") == best
 
 
+@pytest.mark.parametrize(("first", "last", "told"), [("", "a", 1), ("a", "a", 0), ("", "", 0)])
+def test_a_best_value_of_unknown_examples_is_told(open_run, tmp_path, first, last, told):
+    checkpointer = open_run()
+    for step, value, of in ((2, 0.1, first), (4, 0.2, last)):
+        checkpointer.save(step, make_state(), data=NO_DATA, best_value=value, evaluation=of)
+    checkpointer.wait()
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        assert checkpoint.best_step(tmp_path / "checkpoints") == 2
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == told
+    assert all("the best step, 2, was saved by an earlier version" in each for each in messages)
+
+
 @pytest.mark.parametrize("was_complete", [False, True])
 def test_a_checkpoint_survives_a_kill_while_it_is_replaced(open_run, tmp_path, was_complete):
     save_steps(open_run(), 4)

@@ -17,7 +17,7 @@ from etils import epath
 import convt5
 from convt5 import convert
 from convt5.checkpoints.checkpoint import CheckpointConfig, Checkpointer, DataPositions
-from convt5.checkpoints.reading import find_checkpoint
+from convt5.checkpoints.reading import find_checkpoint, fingerprint
 from convt5.configuration import gin_config
 from convt5.errors import UserError
 from convt5.interchange import conversion, converting, hugging_face, loading, portable
@@ -395,14 +395,14 @@ def test_a_run_goes_to_safetensors_and_back(capsys, checkpoint, tmp_path):
         assert value.tobytes() == second.params[path].tobytes()
 
 
-def save_run(folder, model):
-    """Writes a run directory of one step, as far as a conversion reads it."""
-    state = types.SimpleNamespace(model=model, opt_state={}, step=jnp.asarray(3, jnp.int32))
+def save_run(folder, model, step=3):
+    """Writes one step of a run directory, as far as a conversion reads it."""
+    state = types.SimpleNamespace(model=model, opt_state={}, step=jnp.asarray(step, jnp.int32))
     config = CheckpointConfig()
     with contextlib.closing(
         Checkpointer(folder / "checkpoints", config, model_config=model.config)
     ) as checkpointer:
-        checkpointer.save(3, state, data=DataPositions())
+        checkpointer.save(step, state, data=DataPositions())
     return str(folder)
 
 
@@ -446,6 +446,52 @@ def test_a_mean_is_of_different_runs_of_one_architecture(capsys, tmp_path, chang
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         run(capsys, "--to=safetensors", *flags)
     assert (tmp_path / "mean").exists() == (not message)
+
+
+def test_a_mean_tells_whether_it_is_of_runs_or_of_steps_of_one(capsys, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for step in (3, 4):
+        save_run(one, tiny_run.make_model(step), step)
+    save_run(other, tiny_run.make_model(5), 4)
+    summary = {"step": 4, "train_loss": 0.25}
+    (one / "summary.json").write_text(json.dumps(summary))
+    steps = [one / "checkpoints" / str(step) for step in (3, 4)]
+    for number, (paths, words) in enumerate(
+        (
+            ([one, steps[0]], "2 checkpoints of one run, at steps 4, 3"),
+            ([one, steps[0], other], "3 checkpoints of 2 runs, at steps 4, 3, 4"),
+            ([steps[0], other], "2 runs, at steps 3, 4"),
+            ([one, other], "2 runs"),
+        )
+    ):
+        flags = [f"--checkpoint={paths[0]}", *(f"--average={path}" for path in paths[1:])]
+        out = tmp_path / f"mean_{number}"
+        told = run(capsys, "--to=safetensors", *flags, f"--output_dir={out}")
+        assert f"the means of the parameters of {words}, which lie" in told
+        mean = json.loads((out / "convt5.json").read_text())["mean"]
+        assert mean["of"] == words
+        assert mean["models"] == [fingerprint(find_checkpoint(path)) for path in paths]
+    # The figures and data of the first are not those of the mean.
+    for path, name in ((one, "news"), (other, "films")):
+        (path / "config.gin").write_text(f"train/data.DataConfig.mixture = '{name}'\n")
+    run(capsys, "--to=transformers", *flags, f"--output_dir={tmp_path / 'card'}")
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert "parameters, the mean of 2 runs:" in card
+    assert "Not recorded for this mean." in card
+    assert "0.25" not in card
+    assert "Trained on `news`.\nTrained on `films`.\n" in card
+
+
+def test_one_checkpoint_is_not_averaged_twice(capsys, tmp_path, monkeypatch):
+    first = save_run(tmp_path / "first", tiny_run.make_model(0))
+    shutil.copytree(first, tmp_path / "copy")
+    (tmp_path / "link").symlink_to("first")
+    monkeypatch.chdir(tmp_path)
+    for again in ("first", "link", "copy", "first/checkpoints", "first/checkpoints/3"):
+        flags = [f"--checkpoint={first}", f"--average={again}", f"--output_dir={tmp_path / 'mean'}"]
+        with pytest.raises(UserError, match=f"--average={again} .* is there twice"):
+            run(capsys, "--to=safetensors", *flags)
+    assert not (tmp_path / "mean").exists()
 
 
 def test_models_of_other_vocabularies_have_no_mean(capsys, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tiny_run
-from convt5.tasks import classification, squad, vocabularies
+from convt5.tasks import classification, generation, squad, tables, vocabularies
 from etils import epath
 
 import convt5
@@ -784,14 +784,14 @@ def test_each_task_and_split_has_its_own_file(tmp_path):
     assert paths[0].relative_to(results.folder).as_posix() == "a_b/a_b/step_1.json"
 
 
-def test_results_tell_the_data_that_they_are_of(tmp_path):
-    def told(task):
-        settings = run_settings.RunSettings.unknown()
-        plan = TextPlan(
-            checkpoint="", tasks=[task], split="train", settings=settings, predict=CONFIG
-        )
-        return plan.described()
+def told(task, **settings):
+    """What results of a task tell, with the settings of a run."""
+    settings = run_settings.RunSettings.unknown()._replace(train=settings)
+    plan = TextPlan(checkpoint="", tasks=[task], split="train", settings=settings, predict=CONFIG)
+    return json.loads(json.dumps(plan.described()))
 
+
+def test_results_tell_the_data_that_they_are_of(tmp_path):
     def described(name, text):
         folder = _reviews(tmp_path / name, [{"text": text, "label": "yes"}] * 3)
         labels = ["no", "yes"]
@@ -821,6 +821,67 @@ def test_results_tell_the_data_that_they_are_of(tmp_path):
     path = results.path("tiny_reviews", "validation", None)
     path.write_text(json.dumps({"settings": {k: v for k, v in before.items() if k != "content"}}))
     assert other.exists("tiny_reviews", "validation", None)
+
+
+def test_results_tell_how_rows_were_read(tmp_path):
+    rows = [{"text": "good", "label": "0.4", "other": "0.6", "summary": "good"}] * 3
+    folder = _reviews(tmp_path / "rows", rows)
+
+    def described(labels=("no", "yes"), **settings):
+        return told(classification.text_classification(folder, labels, **settings))
+
+    before = described({"0.4": "no", "0.6": "yes"})
+    assert before["rows"]["text_classification"] == {
+        "layout": None,
+        "text_fields": ["text"],
+        "label_field": "label",
+        "names": {"0.4": "no", "0.6": "yes"},
+        "labels": ["no", "yes"],
+        "threshold": None,
+    }
+    Results(tmp_path, before).write(Evaluator(task(), "validation", CONFIG).evaluate(Known()), None)
+    numbers = {"0.4": "no", "0.6": "yes"}
+    for change, other in (
+        ("names.0.4: no -> yes", described({"0.6": "no", "0.4": "yes"})),
+        ("label_field: label -> other", described(numbers, label_field="other")),
+        ("threshold: None -> 0.5", described(numbers, threshold=0.5)),
+        (
+            "layout: None -> ",
+            described(numbers, layout=tables.Layout(aliases={"label": ["other"]})),
+        ),
+    ):
+        assert change in Results(tmp_path, other).replaced("tiny_reviews", "validation", None)
+    # Results of earlier versions do not tell, so that nothing is known of them.
+    known = {name: value for name, value in before.items() if name != "rows"}
+    path = Results(tmp_path, before).path("tiny_reviews", "validation", None)
+    path.write_text(json.dumps({"settings": known}))
+    assert Results(tmp_path, before).exists("tiny_reviews", "validation", None)
+    summaries = [
+        told(generation.summarization(folder, document_field="text", summary_field=field))
+        for field in ("summary", "label")
+    ]
+    fields = [each["rows"]["summarization"]["summary_field"] for each in summaries]
+    assert fields == ["summary", "label"]
+
+
+def test_results_tell_the_vocabulary_of_their_task():
+    for count in (100, 90):
+        name = f"sentinels_{count}"
+        other = tiny_run.add_task(name, vocabulary=vocabularies.characters(count))
+        found = told(other)["vocabularies"][name]
+        assert [text.split(", ")[1] for text in found] == [f"{count} sentinels"] * 2
+
+
+def test_results_tell_of_which_loss_the_objective_is(tmp_path):
+    before, other = (
+        told(task(), loss=losses.TextLoss(label_smoothing=value)) for value in (0.0, 0.1)
+    )
+    outcome = Evaluator(task(), "validation", CONFIG, loss=losses.TextLoss()).evaluate(Known())
+    assert "objective" in outcome.metrics
+    Results(tmp_path, before).write(outcome, None)
+    replaced = Results(tmp_path, other).replaced("tiny_reviews", "validation", None)
+    assert "loss.label_smoothing: 0.0 -> 0.1" in replaced
+    assert "loss" not in told(task())
 
 
 @pytest.mark.parametrize(

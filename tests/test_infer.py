@@ -533,6 +533,35 @@ def test_the_command_answers_a_task_and_standard_input(run_dir, capsys, monkeypa
         assert one["predictions"] == other["predictions"]
 
 
+def test_an_output_is_not_continued_in_another_vocabulary_of_the_same_name(run_dir, tmp_path):
+    vocabulary, output = tmp_path / "spm.model", tmp_path / "out.jsonl"
+    (tmp_path / "in.txt").write_text("one\n")
+    argv = [f"--checkpoint={run_dir}", f"--vocabulary={vocabulary}", f"--output={output}"]
+    argv += [f"--input={tmp_path}/in.txt", "--raw"]
+    vocabulary.write_bytes(word_pieces.trained_model())
+    assert infer.main(argv) == 0
+    assert infer.main([*argv, "--dry_run"]) == 0
+    vocabulary.write_bytes(word_pieces.trained_model(vocab_size=24))
+    with pytest.raises(UserError, match="vocabulary_content: sentencepiece"):
+        infer.main(argv)
+
+
+def test_the_rows_of_a_task_are_those_that_eval_measures(run_dir, tmp_path, capsys):
+    of_gin = {"every_nth": 2, "num_examples": 2, "split": "'validation'"}
+    argv = [f"--gin.evaluation.EvalConfig.{name}={value}" for name, value in of_gin.items()]
+    argv += [f"--checkpoint={run_dir}", "--task=tiny_infer"]
+    assert infer.main(argv) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["target"] for r in found] == [r["label"] for r in tiny_run.REVIEWS[:4:2]]
+    output = tmp_path / "out.jsonl"
+    assert infer.main([*argv, f"--output={output}", "--num_examples=1"]) == 0
+    assert len(output.read_text().splitlines()) == 1  # A flag takes precedence.
+    told = json.loads((tmp_path / "out.jsonl.settings.json").read_text())
+    assert told["input"] == "tiny_infer/validation, one of 2"
+    with pytest.raises(UserError, match="split=absent is none of"):
+        infer.main([*argv[1:], "--gin.evaluation.EvalConfig.split='absent'", "--dry_run"])
+
+
 @pytest.mark.slow
 def test_a_task_that_ranks_labels_is_answered_once_a_row(run_dir, capsys):
     ranked = synthetic.listops(rank=True)

@@ -327,6 +327,9 @@ def test_settings_are_described_as_earlier_versions_did():
 def test_a_flag_of_another_strategy_names_the_one_it_needs():
     with pytest.raises(UserError, match=r"--beam_size=4 does not apply to Greedy.*--strategy=beam"):
         from_flags(PredictConfig(), flags(beam_size=4))
+    with pytest.raises(UserError, match=r"--seed=4 does not apply to beam.*--strategy=sampling as"):
+        from_flags(PredictConfig(), flags(strategy="beam", seed=4))
+    assert from_flags(PredictConfig(strategy=Sampling()), flags(seed=4)).seed == 4
 
 
 def test_lengths_come_from_training_and_fit_the_model():

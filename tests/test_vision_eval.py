@@ -124,6 +124,13 @@ def test_batch_statistics_are_measured_anew_where_asked_and_as_often_the_same(ru
     assert first == again
     assert first["settings"]["reestimate_batches"] == 3
     assert first["metrics"]["loss"] != saved["metrics"]["loss"]
+    smaller = "--gin.train/images.ImageDataConfig.batch_size=8"
+    other, _ = evaluated(run_dir, "--reestimate=3", smaller)
+    assert (
+        first["settings"]["reestimate_data"] | {"batch_size": 8}
+        == (other["settings"]["reestimate_data"])
+    )
+    assert other["metrics"]["loss"] != first["metrics"]["loss"]
 
 
 def test_a_run_is_found_by_a_relative_path(run_dir, monkeypatch):
@@ -154,6 +161,8 @@ def test_a_dry_run_computes_nothing(run_dir, tmp_path, capsys):
         (["--strategy=beam"], "--strategy applies to text models"),
         (["--seed=0"], "--seed applies to text models"),
         (["--gin.evaluation.EvalConfig.every_nth=2"], "every_nth applies to text models"),
+        (["--gin.evaluation.EvalConfig.tasks='sst2'"], "tasks applies to text models"),
+        (["--gin.evaluation.EvalConfig.seed=1"], "EvalConfig.seed applies to text models"),
         (["--reestimate=0"], "--reestimate=0 must be at least 1"),
         (["--split=absent"], r"absent\.npz cannot be read"),
         (["--gin.NUM_CLASSES=5"], "labels run from 0 to 5"),

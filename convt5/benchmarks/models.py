@@ -50,6 +50,7 @@ def by_length(
                 "suite": suite,
                 "case": name,
                 "length": length,
+                "batch_size": batch_size,
                 **timing.as_json(),
                 **measured[name][1],
                 "tokens_per_second": batch_size * _TOKENS_OF_ROW[suite](length) / timing.seconds,

@@ -82,6 +82,8 @@ def _record(
         "case": f"{kind} K={taps}",
         "kind": kind,
         "length": x.shape[1],
+        "batch_size": x.shape[0],
+        "channels": x.shape[2],
         "dtype": str(x.dtype),
         # Output and both gradients take a multiply-add for each tap of each element.
         "flops": 3 * 2 * taps * x.size,

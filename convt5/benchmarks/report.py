@@ -92,7 +92,9 @@ def text(records: Sequence[Record]) -> str:
     for suite, columns in _COLUMNS.items():
         of_suite = [r for r in records if r["suite"] == suite]
         if of_suite:
-            lines += ["", f"### {suite}", "", _table(of_suite, columns)]
+            rows = of_suite[0].get("batch_size")
+            title = f"### {suite}" + (f", batches of {rows}" if rows else "")
+            lines += ["", title, "", _table(of_suite, columns)]
         if suite in _COMPARED:
             lines += ["", *_compare(of_suite, _COMPARED[suite])]
     return "\n".join(lines) + "\n"

@@ -494,7 +494,9 @@ def _read(
 def best_step(directory: epath.PathLike) -> int | None:
     """Returns the best of the checkpoints in a folder by the metric that the run selected.
 
-    Only values measured like the last one count: on the same examples, in the same way.
+    Only values measured like the last one count: on the same examples, in the same way. Those of
+    earlier versions, which did not record that, count too, since most runs go on as they began; a
+    warning tells it of the best one.
 
     Returns None if none of them was measured.
     """
@@ -503,7 +505,16 @@ def best_step(directory: epath.PathLike) -> int | None:
         return None
     last = measured[max(measured)]  # A resumed run may select another metric.
     config = CheckpointConfig(best_metric=last["metric"], best_mode=last["mode"])
-    return config.ranked(_values(measured, config.best_metric, last.get("evaluation", "")))[0]
+    evaluation = last.get("evaluation", "")
+    best = config.ranked(_values(measured, config.best_metric, evaluation))[0]
+    if evaluation and not measured[best].get("evaluation"):
+        warnings.warn(
+            f"the best step, {best}, was saved by an earlier version of convt5, which did not "
+            f"record on which examples it measured {config.best_metric}; if they have changed "
+            f"since, compare it with step {max(measured)} by eval --step={best},{max(measured)}.",
+            stacklevel=2,
+        )
+    return best
 
 
 def _aside(directory: epath.Path) -> epath.Path:

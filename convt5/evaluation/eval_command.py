@@ -23,13 +23,14 @@ from convt5.evaluation.hosts import first_hosts
 from convt5.evaluation.images import ImagePlan
 from convt5.evaluation.results import Outcome, Results, closing_results
 from convt5.evaluation.run_settings import RunSettings
-from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
 from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import folders, metric_names
 from convt5.runtime.progress import Progress
-from convt5.text import task_format
+from convt5.text import task_format, vocabulary_files
 from convt5.training.compilation import enable_persistent_cache
+from convt5.training.losses import TextLoss
 
 if TYPE_CHECKING:
     from convt5.evaluation.evaluator import Evaluator
@@ -74,11 +75,20 @@ class TextPlan:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
         contents = fingerprints(self.tasks)
+        ways = {task.name: getattr(task.source, "reading", None) for task in self.tasks}
+        rows = {name: way() for name, way in ways.items() if way}
+        texts = {t.name: vocabulary_files.of_features(t.output_features) for t in self.tasks}
+        ids = {name: [one.fingerprint for one in text[:2]] for name, text in texts.items() if text}
+        loss = self.settings.train.get("loss")
         written = list(map(_task_data().find_format, self.tasks))
         marked = [format.task for format in written if format.mark_shared]
         return {
             **self.predict.described(),
             **({"content": contents} if contents else {}),
+            **({"rows": rows} if rows else {}),
+            **({"vocabularies": ids} if ids else {}),
+            **({"loss": dataclasses.asdict(loss)} if isinstance(loss, TextLoss) else {}),
+            # Also under the name that it had before "tasks", for results of that time.
             **({"mark_shared": marked} if marked else {}),
             "tasks": task_format.as_json(written),
             "num_examples": evaluate.num_examples,
@@ -159,9 +169,11 @@ def _image_plan(config: Any, checkpoint: str, settings: RunSettings, flags: Any)
         for flag in (*PREDICT_FLAGS, *TASK_FLAGS)
         if flag.name != "batch_size" and _is_given(getattr(flags, flag.name))
     ]
-    given = [f"--{name}" for name in given]
-    if settings.evaluate.every_nth != 1:
-        given.append("evaluation.EvalConfig.every_nth")
+    given = [f"--{name}" for name in given] or [
+        f"evaluation.EvalConfig.{name}"
+        for name in ("tasks", "every_nth", "predict", "seed")
+        if getattr(settings.evaluate, name) != getattr(EvalConfig(), name)
+    ]
     errors.raise_all(
         [f"{name} applies to text models; leave it out." for name in given], where=checkpoint
     )

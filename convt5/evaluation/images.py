@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from convt5 import errors
+from convt5.checkpoints import record
 from convt5.evaluation import checkpoints, hosts
 from convt5.evaluation.results import Outcome
 from convt5.evaluation.run_settings import RunSettings
@@ -83,6 +84,7 @@ class ImagePlan:
             "content": {NAME: self.batches.content},
             "num_examples": self.num_examples,
             "reestimate_batches": anew.num_batches if anew else None,
+            **({"reestimate_data": record.describe_config(anew.data)} if anew else {}),
             "label_smoothing": self.loss.label_smoothing,
             # Earlier results were fractions of 1.
             "accuracies": metric_names.PERCENT,

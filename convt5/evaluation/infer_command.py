@@ -19,7 +19,7 @@ from convt5.evaluation.inputs import Inputs
 from convt5.evaluation.predictor import Predictor, decode_text
 from convt5.evaluation.results import ResumableLines, check_resumable, json_line
 from convt5.evaluation.run_settings import RunSettings
-from convt5.evaluation.settings import PredictConfig, from_flags
+from convt5.evaluation.settings import EvalConfig, PredictConfig, from_flags
 from convt5.interchange import loading
 from convt5.modeling import sharding
 from convt5.runtime import foreign_files, terminal
@@ -126,7 +126,10 @@ def _plan(arguments: command_line.Arguments, *, is_dialogue: bool) -> _Plan:
     config = dataclasses.replace(config, strategy=config.strategy_for(written))
     asked = None
     if not is_dialogue:
-        asked = _open_inputs(flags, features, config, model.vocab_size, written)
+        if flags.task:
+            asked = _task_inputs(flags, features, config, model.vocab_size, settings.evaluate)
+        else:
+            asked = _open_inputs(flags, written)
     return _Plan(found, features, config, written, asked)
 
 
@@ -147,10 +150,12 @@ def _describe(plan: _Plan) -> str:
 def _settings_of_output(plan: _Plan, flags: Any) -> dict[str, Any]:
     """Returns what predictions depend on; a file is continued only with equal settings."""
     written = plan.written if not flags.raw else None
+    named = vocabulary_files.of(plan.features.inputs) if flags.vocabulary else None
     return {
         "checkpoint": str(plan.found.folder),
         **plan.found.described(),
         "vocabulary": flags.vocabulary,
+        **({"vocabulary_content": named.fingerprint} if named else {}),
         "input": plan.inputs.name if plan.inputs else None,
         "field": flags.field,
         **({"invalid_utf8": flags.invalid_utf8} if flags.invalid_utf8 else {}),
@@ -174,17 +179,9 @@ def _task_data() -> Any:
     return task_data
 
 
-def _open_inputs(
-    flags: Any,
-    features: TextFeatures,
-    config: Any,
-    vocab_size: int,
-    written: TaskFormat | None = None,
-) -> Inputs:
-    """Returns the checked inputs that the flags name."""
+def _open_inputs(flags: Any, written: TaskFormat | None) -> Inputs:
+    """Returns the checked inputs of files or of standard input."""
     format = None if flags.raw else written
-    if flags.task:
-        return _task_inputs(flags, features, config, vocab_size)
     how = {"invalid_utf8": flags.invalid_utf8 or "refuse"}
     if flags.input and flags.input != inputs.STDIN:
         return inputs.from_files(flags.input, flags.field, format, **how, output=flags.output)
@@ -226,14 +223,25 @@ def predict(predictor: Predictor, inputs: Inputs, output: ResumableLines | None)
         )
 
 
-def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: int) -> Inputs:
+def _task_inputs(
+    flags: Any, features: TextFeatures, config: Any, vocab_size: int, evaluate: EvalConfig
+) -> Inputs:
+    """Returns the rows of a task that `eval` would measure."""
     task_data = _task_data()
-    split = flags.split or "validation"
+    split = flags.split or evaluate.split or "validation"
     task = task_data.find_task(flags.task)
     task_data.check_task(task, split, vocab_size=vocab_size, trained=features)
     examples = task_data.read_examples(
-        task, split, lengths=config.task_lengths(), num_examples=flags.num_examples
+        task,
+        split,
+        lengths=config.task_lengths(),
+        num_examples=flags.num_examples or evaluate.num_examples,
+        every_nth=evaluate.every_nth,
+        seed=evaluate.seed,
     )
+    name = f"{task.name}/{split}"
+    name += f", one of {evaluate.every_nth}" if evaluate.every_nth > 1 else ""
+    name += f", seed {evaluate.seed}" if evaluate.seed else ""
 
     def text(example: Mapping[str, Any], name: str) -> str:
         decode = functools.partial(decode_text, task.output_features[name].vocabulary)
@@ -249,7 +257,7 @@ def _task_inputs(flags: Any, features: TextFeatures, config: Any, vocab_size: in
             tokens = task_data.token_ids(of_row[0], "inputs")
             yield inputs.Item(text(of_row[0], "inputs"), tokens, target)
 
-    return inputs.from_examples(f"{task.name}/{split}", items())
+    return inputs.from_examples(name, items())
 
 
 def _open_output(

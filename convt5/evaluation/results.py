@@ -22,6 +22,11 @@ from convt5.training.run_log import TensorBoard
 
 Model = Mapping[str, str]
 _UNKNOWN: Model = {}
+_UNTOLD = {
+    *("content", "loss", "model", "reestimate_data", "rows", "tasks"),
+    *("vocabularies", "vocabulary_content"),
+}
+"""Settings that an earlier version did not tell."""
 
 
 class Outcome(NamedTuple):
@@ -331,7 +336,7 @@ def _check_settings(path: str, settings: Mapping[str, Any]) -> None:
 
 def _told_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns `record.differences`, except in what an earlier version did not tell."""
-    untold = {"content", "model", "tasks"} - before.keys()
+    untold = _UNTOLD - before.keys()
     return differences(before, {name: now[name] for name in now.keys() - untold})
 
 

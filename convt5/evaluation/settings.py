@@ -179,18 +179,18 @@ def from_flags(config: PredictConfig, flags: Mapping[str, Any]) -> PredictConfig
         UserError: a flag that the strategy does not have.
     """
     strategy_flags = {name: flags[name] for name in STRATEGY_FLAGS if flags[name] is not None}
+    seed = {"seed": flags["seed"]} if flags["seed"] else {}
     chosen = flags["strategy"]
     strategy = config.strategy or Greedy()
     if chosen and not isinstance(strategy, _STRATEGIES[chosen]):
         strategy = _STRATEGIES[chosen]()
-    known = {field.name for field in dataclasses.fields(strategy)}
     name = chosen or type(strategy).__name__
     errors.raise_all(
         [
             f"--{flag}={value} does not apply to {name}; give "
             f"--strategy={' or '.join(_strategies_with(flag))} as well, or leave it out."
-            for flag, value in strategy_flags.items()
-            if flag not in known
+            for flag, value in (strategy_flags | seed).items()
+            if flag not in _flags_of(type(strategy))
         ],
         where="strategy",
     )
@@ -210,8 +210,9 @@ def _seed_faults(seed: int) -> list[str]:
 
 
 def _strategies_with(flag: str) -> list[str]:
-    return [
-        name
-        for name, kind in _STRATEGIES.items()
-        if flag in {field.name for field in dataclasses.fields(kind)}
-    ]
+    return [name for name, kind in _STRATEGIES.items() if flag in _flags_of(kind)]
+
+
+def _flags_of(kind: type[Strategy | Rank]) -> set[str]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return names | {"seed"} if kind is Sampling else names

@@ -390,6 +390,7 @@ def _export(
             needs_code=not is_t5,
             has_tokenizer=has_tokenizer,
             longest=longest,
+            others=conversion.average,
         )
         (folder / model_card.FILE).write_text(card)
     elif conversion.target == "hf":
@@ -401,6 +402,7 @@ def _export(
             imported.params,
             step=imported.step,
             normalisation=imported.normalisation,
+            mean=imported.mean,
         )
     else:
         stablehlo.write_programs(

@@ -157,6 +157,7 @@ class Imported(NamedTuple):
         step: number of updates made.
         normalisation: the settings of `ImageDataConfig` that normalised the images of a vision
             model; empty if unknown.
+        mean: what the parameters are the mean of, as JSON values; empty for those of one model.
     """
 
     config: Any
@@ -165,6 +166,7 @@ class Imported(NamedTuple):
     report: Report
     step: int = 0
     normalisation: Mapping[str, Any] = {}
+    mean: Mapping[str, Any] = {}
 
     def model(self) -> Any:
         return build_model(self.config, self.params)

@@ -1,4 +1,4 @@
-"""The mean of the parameters of runs that were fine-tuned from one model.
+"""The mean of the parameters of runs that were fine-tuned from one model, or of steps of one run.
 
 It is a uniform model soup (Wortsman et al. 2022, arXiv 2203.05482): with one start, runs of
 different seeds end in one valley of the loss, where their mean is often better than each of them.
@@ -8,11 +8,14 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from etils import epath
 
 from convt5 import errors
-from convt5.checkpoints import record
+from convt5.checkpoints import reading, record
+from convt5.checkpoints.checksums import checksums
 from convt5.interchange import loading
 from convt5.interchange.mapping import Imported
 from convt5.modeling.architecture import ConvT5Config
@@ -35,12 +38,9 @@ def read(first: Imported, runs: Sequence[str], *, step: int | None = None) -> Im
         step: the step of each run; None means the newest.
 
     Raises:
-        UserError: a run is named twice, or has another architecture or vocabulary; or the models
+        UserError: a model is there twice, or has another architecture or vocabulary; or the models
             are not for text.
     """
-    places = [os.path.realpath(path) for path in runs]
-    if again := [path for path in places if places.count(path) > 1]:
-        raise errors.UserError(f"--average: {again[0]} is there twice; name each run once.")
     if not isinstance(first.config, ConvT5Config):
         raise errors.UserError(
             f"--average is for text models, and {runs[0]} holds a {type(first.config).__name__}, "
@@ -49,10 +49,16 @@ def read(first: Imported, runs: Sequence[str], *, step: int | None = None) -> Im
     means = {name: array.astype(np.float32) for name, array in first.params.items()}
     squares, notes = _square(means), []
     text, formats = vocabulary_files.load(runs[0]), task_format.load(runs[0]) or ()
+    named = {_sums(first): runs[0]}
     for count, path in enumerate(runs[1:], start=2):
         other = loading.read_run(path, step=step)
         _check_architecture(first, other, runs[0], path)
         _check_vocabulary(text, vocabulary_files.load(path), runs[0], path)
+        if (twin := named.setdefault(_sums(other), path)) is not path:
+            raise errors.UserError(
+                f"--average={path} is the model of {twin}, which is there twice; name each run "
+                "once, or another of its steps."
+            )
         notes += [
             f"{now.described()} in {path}; but in {runs[0]}, {then.described()}."
             for now, then in task_format.differences(task_format.load(path) or (), formats)
@@ -63,12 +69,30 @@ def read(first: Imported, runs: Sequence[str], *, step: int | None = None) -> Im
     # The mean of the squared distances is that of the squares less the square of the mean.
     distance = math.sqrt(max(squares / len(runs) / _square(means) - 1, 0))
     far = ", far for runs that were fine-tuned from one model: measure the mean before you use it"
+    mean = _described([reading.find_checkpoint(path, step=step) for path in runs])
     notes.append(
-        f"these are the means of the parameters of {len(runs)} runs, which lie {distance:.0%} of "
-        f"its norm from the mean{far * (distance > _FAR)}."
+        f"these are the means of the parameters of {mean['of']}, which lie {distance:.0%} of its "
+        f"norm from the mean{far * (distance > _FAR)}."
     )
     report = dataclasses.replace(first.report, notes=[*notes, *first.report.notes])
-    return first._replace(params=means, report=report)
+    return first._replace(params=means, report=report, mean=mean)
+
+
+def _described(folders: Sequence[epath.Path]) -> dict[str, Any]:
+    """Returns what a mean is of, as JSON values: in words, and by fingerprints as `eval` tells."""
+    steps = [reading.step_of(folder) for folder in folders]
+    count = len({os.path.realpath(folder.parent) for folder in folders})
+    words = f"{count} runs" if count > 1 else "one run"
+    if count < len(folders):
+        words = f"{len(folders)} checkpoints of {words}"
+    if len(set(steps)) > 1:
+        words += f", at steps {', '.join(map(str, steps))}"
+    return {"of": words, "models": [reading.fingerprint(folder) for folder in folders]}
+
+
+def _sums(model: Imported) -> tuple[int, ...]:
+    """Identifies the parameters of a model, whatever path leads to them."""
+    return tuple(checksums(model.params).values())
 
 
 def _square(params: Mapping[str, np.ndarray]) -> float:

@@ -6,6 +6,7 @@ is called unknown.
 
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -37,6 +38,7 @@ def text(
     needs_code: bool,
     has_tokenizer: bool,
     longest: int | None = None,
+    others: Sequence[str] = (),
 ) -> str:
     """Returns the model card.
 
@@ -47,6 +49,7 @@ def text(
         needs_code: whether transformers needs the PyTorch file in the folder.
         has_tokenizer: whether the folder has a tokenizer of transformers.
         longest: tokens of the longest answer in training, if known.
+        others: further runs that the model is the mean of.
     """
     trust = ", trust_remote_code=True" if needs_code else ""
     return (
@@ -64,11 +67,15 @@ def text(
                 "",
                 "## Data",
                 "",
-                *_data(origin),
+                *dict.fromkeys(line for each in (origin, *others) for line in _data(each)),
                 "",
                 "## Metrics",
                 "",
-                *_metrics(origin, step=imported.step),
+                *(
+                    ["Not recorded for this mean."]
+                    if imported.mean
+                    else _metrics(origin, step=imported.step)
+                ),
                 "",
                 "## Licence",
                 "",
@@ -118,7 +125,10 @@ def _front_matter(licence: str | None) -> list[str]:
 def _description(imported: Imported) -> list[str]:
     config = imported.config
     count = sum(array.size for array in imported.params.values())
-    lines = [f"An encoder-decoder of {count:,} parameters after {imported.step:,} updates:", ""]
+    made = f" after {imported.step:,} updates"
+    if imported.mean:
+        made = f", the mean of {imported.mean['of']}"
+    lines = [f"An encoder-decoder of {count:,} parameters{made}:", ""]
     for name, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
         kinds = dict.fromkeys(layer.kind for layer in layers)
         lines.append(f"- {name}: {len(layers)} layers that mix by {', '.join(kinds)};")

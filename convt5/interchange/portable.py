@@ -44,13 +44,14 @@ def write_model(
     *,
     step: int = 0,
     normalisation: Mapping[str, Any] | None = None,
+    mean: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes both files into an existing folder; `normalisation` is that of `Imported`."""
+    """Writes both files into an existing folder; the last two are those of `Imported`."""
     folder = pathlib.Path(path)
     safetensors_files.write(folder / safetensors_files.WHOLE, params, metadata={"format": "convt5"})
     about = {"format": FORMAT, "step": step, "model": describe(config)}
-    if normalisation:
-        about["normalisation"] = dict(normalisation)
+    more = {"normalisation": normalisation, "mean": mean}
+    about |= {name: dict(values) for name, values in more.items() if values}
     (folder / DESCRIPTION).write_text(json.dumps(about, indent=2) + "\n")
 
 
