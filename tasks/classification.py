@@ -381,10 +381,10 @@ def _parse(
 
 
 def _check_fields(name: str, text_fields: Sequence[str], label_field: str, prompt: str) -> None:
-    if set(task_format.fields_of(prompt)) != set(text_fields):
+    if not text_fields or set(task_format.fields_of(prompt)) != set(text_fields):
         raise errors.UserError(
-            f"prompt={prompt!r} of {name} must hold each of text_field={text_fields} in braces, "
-            "and no other."
+            f"prompt={prompt!r} of {name} must hold each of text_field={text_fields}, one or more, "
+            "in braces, and no other."
         )
     if label_field in text_fields:
         raise errors.UserError(
@@ -468,7 +468,7 @@ def classification_task(
     ]
     if rank:
         steps.append(functools.partial(one_example_per_label, labels=labels))
-    return seqio.Task(
+    return registration.task(
         f"{name}_rank" if rank else name,
         source=source,
         preprocessors=[

@@ -14,7 +14,7 @@ import tensorflow as tf
 from convt5.runtime.local_files import InvalidUtf8
 from convt5.text.task_format import Field, TaskFormat
 
-from . import formats, metrics, vocabularies
+from . import formats, metrics, registration, vocabularies
 from .sources import shuffle_buffer_size
 from .tables import Example, Path, Row, TableSource
 
@@ -51,7 +51,7 @@ def cogs(
     parts = (prompt, Field("text")) if prompt else (Field("text"),)
     written = TaskFormat(task=name, parts=parts)
     feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
-    return seqio.Task(
+    return registration.task(
         name,
         source=source,
         preprocessors=[

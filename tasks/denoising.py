@@ -246,7 +246,7 @@ def split_prefix(
 def _task(name: str, corpus: seqio.Task, denoise: Any) -> seqio.Task:
     """Returns a task with the documents of `corpus` and another objective."""
     check_corpus(name, corpus)
-    return seqio.Task(
+    return registration.task(
         name,
         source=corpus.source,
         preprocessors=[

@@ -10,7 +10,7 @@ import tensorflow as tf
 from convt5.runtime.local_files import InvalidUtf8
 from convt5.text import task_format
 
-from . import formats, metrics, vocabularies
+from . import formats, metrics, registration, vocabularies
 from .sources import shuffle_buffer_size
 from .tables import Example, Layout, Path, Row, TableSource
 
@@ -39,7 +39,7 @@ def generation_task(
     """
     feature = seqio.Feature(vocabulary=vocabulary or vocabularies.characters(), add_eos=True)
     written = task_format.of_template(name, prompt)
-    return seqio.Task(
+    return registration.task(
         name,
         source=source,
         preprocessors=[

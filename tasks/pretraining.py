@@ -52,7 +52,7 @@ def span_corruption_task(
         faults.append(f"mean_span_length={mean_span_length} must be at least 1; T5 takes 3.")
     errors.raise_all(faults, where=name)
     feature = seqio.Feature(vocabulary=vocabulary, add_eos=True)
-    return seqio.Task(
+    return registration.task(
         name,
         source=source,
         preprocessors=[

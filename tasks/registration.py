@@ -1,7 +1,26 @@
-"""Registers tasks with seqio, unless another project has a task of the name."""
+"""Makes tasks, and registers them with seqio unless another project has a task of the name."""
+
+import re
+from typing import Any
 
 import seqio
 from absl import logging
+
+from convt5 import errors
+
+
+def task(name: str, **settings: Any) -> seqio.Task:
+    """Returns a seqio task.
+
+    Raises:
+        UserError: seqio takes no such name.
+    """
+    if not re.fullmatch(r"[\w.:#]+", name):
+        raise errors.UserError(
+            f"name={name!r} of a task must consist of letters, digits, '_', '.', ':' and '#', as "
+            "seqio requires; rename it, such as 'my_reviews'."
+        )
+    return seqio.Task(name, **settings)
 
 
 def add(provider: seqio.Task | seqio.Mixture) -> None:

@@ -83,7 +83,7 @@ def question_answering(
         space_punctuation=True,
         mark_shared=mark_shared,
     )
-    return seqio.Task(
+    return registration.task(
         name,
         source=source,
         preprocessors=[

@@ -252,7 +252,7 @@ class SymbolTask(GeneratedTask):
         ends = {"inputs": True, "targets": self.end_token}
         needed = {field: len(text) + ends[field] for field, text in texts._asdict().items()}
         vocabulary = vocabularies.characters()
-        return seqio.Task(
+        return registration.task(
             self.name,
             source=source,
             preprocessors=[

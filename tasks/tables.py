@@ -4,6 +4,7 @@ The rows are held in memory in the order of the files, so that any host can read
 epoch is shuffled anew.
 """
 
+import collections
 import csv
 import dataclasses
 import functools
@@ -212,7 +213,8 @@ def _split(name: str) -> str:
 
 def _check_names(splits: Collection[str]) -> None:
     """Raises `UserError` if a split is named much like "validation", which is to be made."""
-    alike = [s for s in splits if re.split(r"[^a-z]", s.lower())[0] in _VALIDATION_NAMES]
+    names = (*_VALIDATION_NAMES, "eval", "evaluation")
+    alike = [s for s in splits if re.split(r"[^a-z]", s.lower())[0] in names]
     if alike:
         raise errors.UserError(
             f"there are files of split={alike[0]!r}, but none of split='validation', for which "
@@ -273,7 +275,7 @@ def read_rows(
         return local_files.handle_invalid(text, file, line, invalid_utf8, tally)
 
     with local_files.explain_errors(file), local_files.open_bytes(file) as raw:
-        lines = local_files.text_lines(raw)
+        lines = local_files.text_lines(raw, file)
         if suffix == ".jsonl":
             rows = _json_rows(file, lines, readable)
         else:
@@ -517,17 +519,13 @@ def _table_rows(
     columns = [] if layout.columns is None else list(layout.columns)
     is_first, malformed = True, []
     header: Row | None = None
+    _check_different(columns, f"file {file!r}: the setting columns")
     for number, values in cells:
         if not values:
             continue
         if is_first and (not columns or set(values) <= set(columns)):
             columns = values
-            twice = [name for name in columns if name and columns.count(name) > 1]
-            if twice:
-                raise errors.UserError(
-                    f"file {file!r}, line {number} names the column {twice[0]!r} twice: "
-                    f"{columns}; rename one of them."
-                )
+            _check_different(columns, f"file {file!r}, line {number}")
             header = Row(file, number, dict(zip(columns, columns, strict=True)))
         elif len(values) != len(columns):
             if layout.skips_malformed:
@@ -548,6 +546,15 @@ def _table_rows(
             "file %r: %d lines are left out for another number of columns than %d; the first is "
             "line %d",
             *(file, len(malformed), len(columns), malformed[0]),
+        )
+
+
+def _check_different(columns: Sequence[str], where: str) -> None:
+    """Raises `UserError` if a column is named twice; one without a name is not read."""
+    twice = [name for name, count in collections.Counter(columns).items() if name and count > 1]
+    if twice:
+        raise errors.UserError(
+            f"{where} names the column {twice[0]!r} twice: {columns}; rename one of them."
         )
 
 

@@ -314,7 +314,7 @@ class _Reader:
     def _lines(self, name: str, file: Iterable[bytes]) -> Iterator[tuple[int, str | None]]:
         """Yields lines with their numbers; None for a line whose document is skipped."""
         policy = self._files.invalid_utf8
-        for number, line in enumerate(local_files.text_lines(file), start=1):
+        for number, line in enumerate(local_files.text_lines(file, name), start=1):
             yield number, local_files.handle_invalid(line, name, number, policy, self.tally)
 
     def _texts(self, name: str, lines: Iterable[tuple[int, str | None]]) -> Iterator[str]:

@@ -8,6 +8,7 @@ import math
 import pathlib
 import shutil
 import sys
+import time
 
 import pytest
 import seqio
@@ -15,10 +16,13 @@ import tensorflow_datasets as tfds
 from convt5.tasks import (
     classification,
     cogs,
+    denoising,
     formats,
     generation,
     glue,
+    pretraining,
     squad,
+    synthetic,
     tables,
     vocabularies,
 )
@@ -719,6 +723,40 @@ def test_labels_that_the_vocabulary_takes_for_one_are_refused(folder, shared_dat
     assert text_classification(folder, ["正面", "负面"])
 
 
+def test_columns_are_many_or_named_twice(tmp_path):
+    names = [f"c{number}" for number in range(50_000)]
+    for suffix, mark in ((".csv", ","), (".tsv", "\t")):
+        file = tmp_path / f"rows{suffix}"
+        file.write_text(f"{mark.join(names)}\n{mark.join(names)}\n")
+        started = time.monotonic()
+        (row,) = tables.read_rows(str(file))
+        assert row.text("c7") == "c7"
+        assert time.monotonic() - started < 10
+        with pytest.raises(errors.UserError, match=r"setting columns names the column 'c1' twice"):
+            list(tables.read_rows(str(file), ["c1", "c2", "c1"]))
+
+
+@pytest.mark.parametrize("name", ["my-reviews", "my reviews", "a/b", ""])
+def test_names_that_seqio_refuses_are_refused_before(folder, name):
+    make = [
+        lambda: text_classification(folder, LABELS, name=name),
+        lambda: generation.summarization(folder, name=name),
+        lambda: cogs.cogs(folder, name=name),
+        lambda: squad.squad(folder, name=name),
+        lambda: pretraining.text_span_corruption(str(folder), name=name),
+        lambda: denoising.prefix_lm(pretraining.pydoc_span_corruption(), name=name),
+        lambda: synthetic.gap_copy(name=name),
+    ]
+    for each in make:
+        with pytest.raises(errors.UserError, match=r"name='.*' of a task must consist of letters"):
+            each()
+
+
+def test_an_input_has_a_field(folder):
+    with pytest.raises(errors.UserError, match=r"each of text_field=\[\], one or more, in braces"):
+        text_classification(folder, LABELS, text_field=[])
+
+
 def test_fields_may_have_any_name_but_that_of_the_answer(tmp_path):
     row = '{"Review Text": "fine", "star-rating": "good", "label": "a label"}\n'
     (tmp_path / "train.jsonl").write_text(row * 2)
@@ -796,7 +834,7 @@ def test_texts_with_and_without_spaces_around_punctuation_become_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["dev-v1.1.jsonl", "Dev_hard.csv", "valid-2/a.jsonl", "val2.jsonl"]
+    "name", ["dev-v1.1.jsonl", "Dev_hard.csv", "valid-2/a.jsonl", "val2.jsonl", "eval.csv"]
 )
 def test_rows_of_train_are_not_held_out_beside_files_that_are_meant_for_it(tmp_path, name):
     write_rows(tmp_path / "train.jsonl", ROWS)
@@ -807,7 +845,7 @@ def test_rows_of_train_are_not_held_out_beside_files_that_are_meant_for_it(tmp_p
     ):
         text_classification(tmp_path, LABELS)
     assert len(text_classification(tmp_path, LABELS, validation_fraction=0).splits) == 2
-    for other in ("developers", "values", "test"):
+    for other in ("developers", "values", "evaluators", "test"):
         (tmp_path / name).rename(tmp_path / f"{other}.jsonl")
         assert "validation" in text_classification(tmp_path, LABELS).splits
         (tmp_path / f"{other}.jsonl").rename(tmp_path / name)

@@ -90,6 +90,14 @@ def test_files_are_read_by_their_kind(tmp_path, suffix):
     assert read.total == 4
 
 
+def test_lines_that_end_in_carriage_returns_alone_are_no_single_input(tmp_path):
+    (tmp_path / "in.txt").write_bytes(b"one\rtwo\r")
+    with pytest.raises(UserError, match=r"in\.txt' has carriage returns and no line feed"):
+        inputs.from_files(str(tmp_path / "in.txt"))
+    with pytest.raises(UserError, match="standard input' has carriage returns"):
+        list(inputs.from_stream([b"one\rtwo"]).read())
+
+
 def test_windows_line_ends_and_a_missing_last_one_are_no_text(tmp_path):
     (tmp_path / "in.txt").write_bytes(b"one\r\ntwo")
     assert [i.text for i in inputs.from_files(str(tmp_path / "in.txt")).read()] == ["one", "two"]

@@ -262,6 +262,8 @@ def test_letters_without_a_piece_are_counted_as_bytes(text):
         (["--coverage=2"], "coverage=2.0 must be from 0.9 to 1"),
         (["--lines=0"], "lines=0 must be at least 1"),
         (["--lines=100"], "lines=100 must be at least 101"),
+        (["--size=3000000000"], "size=3000000000 and lines=.* must be at most 2,147,483,647"),
+        (["--lines=99999999999999999999"], "lines=9+ must be at most"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_is_refused(text, tmp_path, monkeypatch, flags, message):

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import pathlib
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -357,6 +358,12 @@ class TestLabels:
         alike = of_template("alike", "{text}", labels=("positive", "positively"))
         with pytest.raises(errors.UserError, match="are the same ids in max_length=4 tokens"):
             predictor(model, alike, max_length=4)
+
+    def test_very_many_labels_are_compared_at_once(self, model):
+        many = of_template("many", "{text}", labels=tuple(map(str, range(50_000))))
+        started = time.monotonic()
+        assert predictor(model, many, max_length=8)
+        assert time.monotonic() - started < 20
 
 
 @pytest.fixture(scope="module")

@@ -278,6 +278,28 @@ def test_a_folder_stands_for_the_files_in_it_and_below(tmp_path):
         TextFiles(path=str(tmp_path / "empty"))
 
 
+def test_a_run_inside_the_folder_of_its_data_is_no_data(tmp_path):
+    store = f"ram://{tmp_path.name}/data"
+    for folder in (str(tmp_path), store):
+        for name in ("train.jsonl", "run/metrics.jsonl", "run/config.gin", "run/checkpoints/1/a"):
+            tf.io.gfile.makedirs(os.path.dirname(f"{folder}/{name}"))
+            with tf.io.gfile.GFile(f"{folder}/{name}", "w") as file:
+                file.write("{}")
+        assert local_files.find(folder) == [f"{folder}/train.jsonl"]
+        assert tables.find_splits(folder) == {"train": [f"{folder}/train.jsonl"]}
+        assert local_files.find(f"{folder}/run/*.jsonl") == [f"{folder}/run/metrics.jsonl"]
+        assert f"{folder}/run/metrics.jsonl" in local_files.find(f"{folder}/run")
+
+
+@pytest.mark.parametrize("read", [tables.read_rows, lambda path: TextFiles(path=path).documents()])
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".jsonl"])
+def test_lines_that_end_in_carriage_returns_alone_are_no_single_line(tmp_path, suffix, read):
+    path = write(tmp_path / f"rows{suffix}", "text\rone\rtwo\r")
+    with pytest.raises(errors.UserError, match=r"rows.* no line feed, .*convert it \(tr"):
+        list(read(path))
+    assert list(local_files.text_lines([b"text\r"], path)) == ["text\r"]
+
+
 def test_a_folder_of_a_store_stands_for_what_a_local_one_does(tmp_path):
     store = f"ram://{tmp_path.name}/rows"
     for name in ("train.jsonl", "dev.jsonl", "test/a.jsonl", ".train.jsonl.swp", "notes.md"):

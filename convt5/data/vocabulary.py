@@ -27,6 +27,7 @@ _LINE_BYTES = 4_000
 _BYTE_PIECES = 256
 _FEWEST_LINES = 101
 """Fewest lines that SentencePiece draws from a text."""
+_LARGEST = 2**31 - 1
 _SETTINGS = {
     "vocab_size": "--size",
     "character_coverage with --character_coverage option": "--coverage",
@@ -113,6 +114,8 @@ def _check(flags: argparse.Namespace, output: pathlib.Path) -> None:
             f"size={flags.size} must be above {_BYTE_PIECES + 3}: that many are byte pieces and "
             "special tokens."
         )
+    if max(flags.size, flags.lines) > _LARGEST:
+        faults.append(f"size={flags.size} and lines={flags.lines} must be at most {_LARGEST:,}.")
     if flags.lines < _FEWEST_LINES:
         faults.append(
             f"lines={flags.lines} must be at least {_FEWEST_LINES}, as SentencePiece requires."

@@ -278,7 +278,7 @@ class _Line(NamedTuple):
 
 def _lines(file: Iterable[bytes], name: str, invalid_utf8: Any, tally: Any) -> Iterator[_Line]:
     """Yields the lines of a file as training reads them."""
-    for number, line in enumerate(local_files.text_lines(file), start=1):
+    for number, line in enumerate(local_files.text_lines(file, name), start=1):
         text = local_files.handle_invalid(line, name, number, invalid_utf8, tally)
         if text is not None:
             yield _Line(text, f"{name}, line {number}")

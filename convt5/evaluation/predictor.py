@@ -245,11 +245,12 @@ class Predictor:
         limit = self._lengths["targets"]
         whole = [self._with_end(self.target_vocabulary.encode(label)) for label in labels]
         ids = [truncate(tokens, limit, self.end_id).tokens for tokens in whole]
-        for i, one in enumerate(ids):
-            if one in ids[:i]:
-                other = labels[ids.index(one)]
+        first: dict[tuple[int, ...], str] = {}
+        for label, one in zip(labels, ids, strict=True):
+            other = first.setdefault(tuple(one), label)
+            if other != label:
                 raise errors.UserError(
-                    f"labels {other!r} and {labels[i]!r} are the same ids in max_length={limit} "
+                    f"labels {other!r} and {label!r} are the same ids in max_length={limit} "
                     "tokens of the vocabulary, so they cannot be ranked; raise max_length, or "
                     "choose another strategy than rank."
                 )

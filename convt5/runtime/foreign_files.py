@@ -14,7 +14,7 @@ import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -162,7 +162,8 @@ def check_regular(path: epath.PathLike) -> None:
 def files_below(folder: str | os.PathLike[str], around: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the files in a folder, at any depth, whose names do not begin with a dot.
 
-    Links are followed, except to a folder that holds them. No system call is made per file.
+    Links are followed, except to a folder that holds them, and run directories are left out. No
+    system call is made per file.
 
     Args:
         folder: the folder.
@@ -180,6 +181,8 @@ def files_below(folder: str | os.PathLike[str], around: tuple[str, ...] = ()) ->
             f"folder {os.fspath(folder)!r} cannot be read ({error.strerror}); change its "
             "permissions, or leave it out of the path."
         ) from error
+    if len(around) > 1 and is_run({entry.name for entry in entries}):
+        return
     for entry in entries:
         # A link that leads nowhere is a file, which its reader refuses.
         is_folder = os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
@@ -187,6 +190,15 @@ def files_below(folder: str | os.PathLike[str], around: tuple[str, ...] = ()) ->
             yield entry.path
         elif os.path.realpath(entry.path) not in around:
             yield from files_below(entry.path, around)
+
+
+def is_run(names: Collection[str]) -> bool:
+    """Returns whether a folder with these names in it is a run directory.
+
+    What a run writes is not data: a run inside the folder of its data would find other data when it
+    resumes.
+    """
+    return "config.gin" in names and "checkpoints" in names
 
 
 def lines(file: IO[bytes]) -> Iterator[bytes]:

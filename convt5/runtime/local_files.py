@@ -57,8 +57,8 @@ def find(paths: Paths) -> list[str]:
 
     Links to a file count as that file. An existing file or folder of exactly that name precedes its
     matches as a glob; `**` matches local folders of any depth. A folder means all files in it, at
-    any depth, and where links lead. Names that begin with a dot match only globs that begin with a
-    dot.
+    any depth, and where links lead, except those of run directories inside of it. Names that begin
+    with a dot match only globs that begin with a dot.
 
     Raises:
         NoFileError: a path matches no file.
@@ -289,6 +289,9 @@ def _remote_files(folder: str) -> Iterator[str]:
         raise error
 
     for parent, folders, names in _tensorflow().io.gfile.walk(folder, onerror=refuse):
+        held = {name.rstrip("/") for name in (*folders, *names)}
+        if parent.rstrip("/") != folder.rstrip("/") and foreign_files.is_run(held):
+            folders[:] = names[:] = []
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
@@ -351,15 +354,27 @@ def check_invalid_utf8(policy: str) -> None:
         )
 
 
-def text_lines(file: Iterable[bytes]) -> Iterator[str]:
+def text_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
     """Yields lines without their end: a line feed, optionally after a carriage return.
 
     Nothing else ends a line: a lone carriage return, a form feed, U+0085 and U+2028 are text. An
     initial byte order mark is removed. Invalid bytes become surrogates; see `handle_invalid`.
+
+    Args:
+        file: the lines with their ends.
+        name: name of the file, for the message.
+
+    Raises:
+        UserError: carriage returns stand between texts, and there is no line feed.
     """
     for number, line in enumerate(file):
         if number == 0:
             line = line.removeprefix(codecs.BOM_UTF8)
+            if b"\r" in line.rstrip(b"\r") and not line.endswith(b"\n"):
+                raise errors.UserError(
+                    f"file {name!r} has carriage returns and no line feed, so all of it would be "
+                    "one line; convert it (tr '\\r' '\\n')."
+                )
         if line.endswith(b"\n"):
             line = line[:-1].removesuffix(b"\r")
         yield line.decode("utf-8", "surrogateescape")
