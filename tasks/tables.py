@@ -424,8 +424,12 @@ class TableSource(ItemSource):
             logging.warning("split=%s of %s: %s", split, ", ".join(files), tally.faults())
         every = self._holdout_every
         if every and split in ("train", "validation"):
-            held_out = split == "validation"
-            examples = [e for i, e in enumerate(examples) if (i % every == 1) == held_out]
+            held_out = examples[1::every]
+            if split == "train":
+                del examples[1::every]
+                return examples
+            _warn_of_missing(examples, held_out, every)
+            return held_out
         return examples
 
     def _rows(self, file: str, tally: local_files.Tally | None = None) -> Iterator[Row]:
@@ -547,6 +551,26 @@ def _table_rows(
             "line %d",
             *(file, len(malformed), len(columns), malformed[0]),
         )
+
+
+def _warn_of_missing(rows: Sequence[Example], held_out: Sequence[Example], every: int) -> None:
+    """Warns if values that many rows have are in none of those held out: the rows alternate."""
+    first = rows[0] if rows else {}
+    for field in [name for name, value in first.items() if isinstance(value, str)]:
+        counts = collections.Counter(row[field] for row in rows)
+        found = {row[field] for row in held_out}
+        # Were the rows in random order, one value in 40,000 would be missing.
+        missing = [value for value, n in counts.items() if n >= 10 * every and value not in found]
+        if missing:
+            logging.warning(
+                "split='validation' is every %dth row of 'train', and holds none of the %d with "
+                "%s=%r: the rows are in a regular order, so that its metrics mislead; shuffle the "
+                "lines of the file, or name files for validation.",
+                every,
+                counts[missing[0]],
+                field,
+                missing[0],
+            )
 
 
 def _check_different(columns: Sequence[str], where: str) -> None:

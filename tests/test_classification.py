@@ -141,6 +141,18 @@ class TestFiles:
         assert held_out == ["01", "11"]
         assert sorted(train + held_out) == [row["text"] for row in rows]
 
+    @pytest.mark.parametrize("period", [2, 3])
+    def test_a_label_that_a_regular_order_keeps_from_the_held_out_rows_is_told(
+        self, tmp_path, caplog, period
+    ):
+        rows = [{"text": f"{i}", "label": LABELS[i % period == 0]} for i in range(600)]
+        path = write_rows(tmp_path / "a.jsonl", rows)
+        task = text_classification({"train": path}, LABELS, prompt="{text}")
+        held_out = {label for _, label in texts(task, "validation")}
+        assert len(held_out) == (1 if period == 2 else 2)
+        told = f"none of the 300 with label={LABELS[1]!r}" in caplog.text
+        assert told == (period == 2)
+
     def test_epochs_have_orders_of_their_own_that_follow_from_the_seed(self, tmp_path):
         rows = [{"text": f"{i:02d}", "label": "positive"} for i in range(20)]
         path = write_rows(tmp_path / "a.jsonl", rows)
