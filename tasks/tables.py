@@ -557,8 +557,8 @@ def _warn_of_missing(rows: Sequence[Example], held_out: Sequence[Example], every
     """Warns if values that many rows have are in none of those held out: the rows alternate."""
     first = rows[0] if rows else {}
     for field in [name for name, value in first.items() if isinstance(value, str)]:
-        counts = collections.Counter(row[field] for row in rows)
-        found = {row[field] for row in held_out}
+        counts = collections.Counter(str(row[field]) for row in rows)
+        found = {str(row[field]) for row in held_out}
         # Were the rows in random order, one value in 40,000 would be missing.
         missing = [value for value, n in counts.items() if n >= 10 * every and value not in found]
         if missing:
