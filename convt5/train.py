@@ -123,13 +123,18 @@ def dry_run(run: "TrainRun") -> str:
         if run.has_vocabulary_here():
             run.init_from.check_vocabulary(run.kept_text(), plan.abstract.model)
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    lengths = [
+        f", {name}={length}"
+        for name in ("encoder_length", "decoder_length")
+        if (length := getattr(run.train_data, name, None))
+    ]
     return "\n".join(
         [
             "The configuration is complete and consistent; nothing was trained.",
             f"  parameters     {plan.num_parameters():,}"
             + (f" ({plan.num_trained():,} trained)" if run.frozen else ""),
             f"  devices        {jax.device_count()} x {jax.devices()[0].device_kind} ({mesh})",
-            f"  batch          {plan.batch_size} rows",
+            f"  batch          {plan.batch_size} rows" + "".join(lengths),
             f"  steps          {run.num_steps:,}",
             f"  run directory  {run.run_dir}",
             *run.notes(),

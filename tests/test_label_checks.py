@@ -129,3 +129,20 @@ def test_a_dry_run_reads_the_first_rows_of_each_file(tmp_path, binding, message)
     with pytest.raises(errors.UserError, match=message):
         train.main(command)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_tells_how_long_the_longest_label_is(tmp_path, capsys):
+    task_of(tmp_path, LONG)
+    (tmp_path / "train.jsonl").rename(tmp_path / "dev.jsonl")
+    task_of(tmp_path, LONG)
+    command = [
+        "--gin_file=gin/finetune/text_classification.gin",
+        f"--gin.DATA={tmp_path}",
+        f"--gin.LABELS={LONG}",
+        "--gin.VOCABULARY=bytes",
+        "--gin.trainer.train.init_from=None",
+        f"--gin.RUN_DIR={tmp_path}/run",
+        "--dry_run",
+    ]
+    train.main(command)
+    assert "64 rows, encoder_length=256, decoder_length=22\n" in capsys.readouterr().out
