@@ -133,8 +133,7 @@ def main(argv: Sequence[str]) -> None:
     _check_flags(flags)
     suites = _choose_suites(flags.suites)
     _check_served(suites, arguments)
-    for name, value in _DEFAULTS.items():
-        setattr(flags, name, value if getattr(flags, name) is None else getattr(flags, name))
+    vars(flags).update({name: x for name, x in _DEFAULTS.items() if getattr(flags, name) is None})
     models = _models(arguments.gin_files, arguments.gin_bindings, trust=arguments.trust)
     lengths = {suite: _lengths(suite, flags) for suite in suites}
     # Deferred, so that help and usage errors are fast.

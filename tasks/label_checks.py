@@ -62,6 +62,9 @@ def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
     feature = task.output_features["targets"]
     if not _is_at_hand(feature.vocabulary):
         return
+    needed = longest(task) or 0
+    if needed <= limit:
+        return
     labels = labels_of(task)
     ids = {label: list(feature.vocabulary.encode(label)) for label in labels}
     room = limit - feature.add_eos
@@ -75,7 +78,7 @@ def check_lengths(task: seqio.Task, limit: int, setting: str) -> None:
             f"label {label!r} takes {len(tokens) + feature.add_eos} tokens, end token included, "
             f"but {setting}={limit} leaves {cut!r} of it"
             + (f", as of {same[0]!r}" if same else "")
-            + f"; set {setting} to at least {longest(task)}, or give the label a shorter text "
+            + f"; set {setting} to at least {needed}, or give the label a shorter text "
             f"(labels={{{label!r}: ...}})."
         )
     errors.raise_all(errors.abbreviate(faults), where=task.name)

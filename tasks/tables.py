@@ -423,11 +423,10 @@ class TableSource(ItemSource):
         if tally.faults():
             logging.warning("split=%s of %s: %s", split, ", ".join(files), tally.faults())
         every = self._holdout_every
-        if every and split in ("train", "validation"):
+        if every and split == "train":
+            del examples[1::every]
+        elif every and split == "validation":
             held_out = examples[1::every]
-            if split == "train":
-                del examples[1::every]
-                return examples
             _warn_of_missing(examples, held_out, every)
             return held_out
         return examples

@@ -143,12 +143,7 @@ class TextFiles:
     def _folder(self) -> pathlib.Path:
         # Named by the modification times of the files, so that a later start notices any change.
         about = [local_files.identity(name) for name in self.files()]
-        cache = folders.user_cache()
-        if cache is None:
-            raise errors.UserError(
-                f"text path={self.path!r} is stored in the user's cache, but this user has no home "
-                "folder; set XDG_CACHE_HOME to a folder that can be written."
-            )
+        cache = folders.needed_cache(f"text path={self.path!r} is stored")
         return cache / "text" / self._identifier(_FORMAT, about)
 
     @functools.cached_property

@@ -224,6 +224,12 @@ def test_a_file_that_left_an_object_store_is_named(joined):
         rows(path)
 
 
+def test_a_cache_may_be_the_working_directory(tmp_path, monkeypatch):
+    expected = make(tmp_path / "cache", 0)
+    monkeypatch.chdir(tmp_path / "cache")
+    np.testing.assert_array_equal(rows("."), expected)
+
+
 def test_a_url_may_end_as_that_of_a_folder(tmp_path):
     url = f"memory://{tmp_path}/cache"
     expected = make(url, 0)

@@ -740,10 +740,10 @@ def test_columns_are_many_or_named_twice(tmp_path):
     for suffix, mark in ((".csv", ","), (".tsv", "\t")):
         file = tmp_path / f"rows{suffix}"
         file.write_text(f"{mark.join(names)}\n{mark.join(names)}\n")
-        started = time.monotonic()
+        started = time.process_time()
         (row,) = tables.read_rows(str(file))
         assert row.text("c7") == "c7"
-        assert time.monotonic() - started < 10
+        assert time.process_time() - started < 10
         with pytest.raises(errors.UserError, match=r"setting columns names the column 'c1' twice"):
             list(tables.read_rows(str(file), ["c1", "c2", "c1"]))
 

@@ -82,11 +82,11 @@ def test_words_beside_the_answer_may_be_left_out_and_two_that_tell_stay():
 
 
 def test_runs_of_spaces_and_marks_take_no_longer_than_words():
-    started = time.monotonic()
+    started = time.process_time()
     for gap in ("-" * 2**16, " " * 2**18):
         text = f"The cat of London sat in 1709 on a{gap}mat in June with others there."
         assert cloze_questions.ask_about(text, random.Random(0), **SETTINGS)
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(

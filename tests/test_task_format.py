@@ -358,12 +358,15 @@ class TestLabels:
         alike = of_template("alike", "{text}", labels=("positive", "positively"))
         with pytest.raises(errors.UserError, match="are the same ids in max_length=4 tokens"):
             predictor(model, alike, max_length=4)
+        twice = of_template("twice", "{text}", labels=("good", "good"))
+        with pytest.raises(errors.UserError, match="'good' and 'good' are the same ids"):
+            predictor(model, twice, max_length=8)
 
     def test_very_many_labels_are_compared_at_once(self, model):
         many = of_template("many", "{text}", labels=tuple(map(str, range(50_000))))
-        started = time.monotonic()
+        started = time.process_time()
         assert predictor(model, many, max_length=8)
-        assert time.monotonic() - started < 20
+        assert time.process_time() - started < 20
 
 
 @pytest.fixture(scope="module")

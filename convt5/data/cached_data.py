@@ -178,7 +178,7 @@ class CachedDataConfig:
     def _rows(self) -> dict[str, StoredRows]:
         """Returns the rows of each feature, after checking the sizes of local files."""
         split = self._about["splits"][self.split]
-        root = os.path.dirname(_about_name(self.path))
+        root = _root(self.path)
         parts = list(enumerate(split.get("shards", ())))
         folders = [f"{root}/{shard_name(i, self._about['num_shards'])}" for i, _ in parts] or [root]
         counts = [rows for _, rows in parts] or [split["rows"]]
@@ -287,7 +287,7 @@ def read_about(path: str) -> Mapping[str, Any]:
     Raises:
         UserError: there is none, or this version cannot read it.
     """
-    file, name = _folder(path) / ABOUT_FILE, _about_name(path)
+    file, name = _folder(path) / ABOUT_FILE, os.path.join(_root(path), ABOUT_FILE)
     if not file.exists():
         raise errors.UserError(
             f"path={path} holds no cache: there is no {ABOUT_FILE}; make one with python -m "
@@ -664,13 +664,8 @@ def publish(unfinished: pathlib.Path, folder: pathlib.Path) -> None:
 
 def _waiting(url: str) -> pathlib.Path:
     """Returns the local folder in which the rows of a cache in an object store are made."""
-    cache = folders.user_cache()
-    if cache is None:
-        raise errors.UserError(
-            f"rows of output_dir={url} are made in the user's cache, but this user has no "
-            "home folder; set XDG_CACHE_HOME to a folder that can be written."
-        )
-    return cache / "rows" / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
+    cache = folders.needed_cache(f"rows of output_dir={url} are made")
+    return cache / "rows" / hashlib.sha256(_root(url).encode()).hexdigest()[:32]
 
 
 def _upload(waiting: pathlib.Path, url: str, about: Mapping[str, Any]) -> None:
@@ -782,11 +777,10 @@ def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
 _copies: dict[str, pathlib.Path] = {}
 
 
-def _about_name(path: str) -> str:
-    """Returns the path or URL of the `cache.json` of a cache."""
-    if atomic_files.is_remote(path):  # No store knows a name with two slashes for one with one.
-        return f"{path.rstrip('/')}/{ABOUT_FILE}"
-    return os.fspath(_folder(path) / ABOUT_FILE)
+def _root(path: str) -> str:
+    """Returns the folder or URL of a cache, to which names of files are joined by a slash."""
+    # No store knows a name with two slashes for one with one.
+    return path.rstrip("/") if atomic_files.is_remote(path) else os.fspath(_folder(path))
 
 
 def as_text(about: Mapping[str, Any]) -> str:

@@ -53,8 +53,13 @@ def rows_per_host(batch_size: int, process_count: int) -> int:
 
 def fingerprints(tasks: Iterable[Any]) -> dict[str, str]:
     """Returns what identifies the content of each seqio task's source, by task, where known."""
-    known = {task.name: getattr(task.source, "fingerprint", None) for task in tasks}
-    return {name: fingerprint() for name, fingerprint in known.items() if fingerprint}
+    return told_by_sources(tasks, "fingerprint")
+
+
+def told_by_sources(tasks: Iterable[Any], method: str) -> dict[str, Any]:
+    """Returns what a method of each seqio task's source returns, by task; others lack it."""
+    methods = {task.name: getattr(task.source, method, None) for task in tasks}
+    return {name: tell() for name, tell in methods.items() if tell}
 
 
 def check_settings(current: Mapping[str, Any], saved: Mapping[str, Any], *, item: str) -> None:

@@ -397,7 +397,7 @@ class DataConfig:
         return {
             **settings,
             **({"content": contents} if contents else {}),
-            **({"vocabularies": [t.fingerprint for t in text[:2]]} if text else {}),
+            **({"vocabularies": text.fingerprints} if text else {}),
         }
 
 

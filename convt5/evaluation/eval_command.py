@@ -16,7 +16,7 @@ from etils import epath
 from convt5 import errors
 from convt5.checkpoints.reading import steps_in
 from convt5.configuration import command_line
-from convt5.data.prefetching import fingerprints
+from convt5.data.prefetching import fingerprints, told_by_sources
 from convt5.evaluation import checkpoints, images, run_settings
 from convt5.evaluation.flags import PREDICT_FLAGS, TASK_FLAGS
 from convt5.evaluation.hosts import first_hosts
@@ -75,10 +75,9 @@ class TextPlan:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
         contents = fingerprints(self.tasks)
-        ways = {task.name: getattr(task.source, "reading", None) for task in self.tasks}
-        rows = {name: way() for name, way in ways.items() if way}
+        rows = told_by_sources(self.tasks, "reading")
         texts = {t.name: vocabulary_files.of_features(t.output_features) for t in self.tasks}
-        ids = {name: [one.fingerprint for one in text[:2]] for name, text in texts.items() if text}
+        ids = {name: text.fingerprints for name, text in texts.items() if text}
         loss = self.settings.train.get("loss")
         written = list(map(_task_data().find_format, self.tasks))
         marked = [format.task for format in written if format.mark_shared]

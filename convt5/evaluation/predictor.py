@@ -245,15 +245,15 @@ class Predictor:
         limit = self._lengths["targets"]
         whole = [self._with_end(self.target_vocabulary.encode(label)) for label in labels]
         ids = [truncate(tokens, limit, self.end_id).tokens for tokens in whole]
-        first: dict[tuple[int, ...], str] = {}
-        for label, one in zip(labels, ids, strict=True):
-            other = first.setdefault(tuple(one), label)
-            if other != label:
+        known: dict[tuple[int, ...], str] = {}
+        for label, one in zip(labels, map(tuple, ids), strict=True):
+            if one in known:
                 raise errors.UserError(
-                    f"labels {other!r} and {label!r} are the same ids in max_length={limit} "
+                    f"labels {known[one]!r} and {label!r} are the same ids in max_length={limit} "
                     "tokens of the vocabulary, so they cannot be ranked; raise max_length, or "
                     "choose another strategy than rank."
                 )
+            known[one] = label
         return ids
 
     def fit(self, tokens: Sequence[int], number: int) -> Fitted:

@@ -23,8 +23,14 @@ from convt5.training.run_log import TensorBoard
 Model = Mapping[str, str]
 _UNKNOWN: Model = {}
 _UNTOLD = {
-    *("content", "loss", "model", "reestimate_data", "rows", "tasks"),
-    *("vocabularies", "vocabulary_content"),
+    "content",
+    "loss",
+    "model",
+    "reestimate_data",
+    "rows",
+    "tasks",
+    "vocabularies",
+    "vocabulary_content",
 }
 """Settings that an earlier version did not tell."""
 

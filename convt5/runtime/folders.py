@@ -66,6 +66,21 @@ def user_cache() -> pathlib.Path | None:
     return None if base.startswith("~") else pathlib.Path(base, "convt5")
 
 
+def needed_cache(what: str) -> pathlib.Path:
+    """Returns `user_cache()` for what cannot do without, such as "text path='a.txt' is stored".
+
+    Raises:
+        UserError: there is none.
+    """
+    cache = user_cache()
+    if cache is None:
+        raise errors.UserError(
+            f"{what} in the user's cache, but this user has no home folder; set XDG_CACHE_HOME to "
+            "a folder that can be written."
+        )
+    return cache
+
+
 def check(path: epath.PathLike, *, what: str = "the checkpoint folder") -> None:
     """Raises `UserError` if checkpoints cannot be stored in a folder of this name.
 

@@ -110,6 +110,11 @@ class KeptText(NamedTuple):
     decoder_length: int | None = None
     holds_sentinels: bool = False
 
+    @property
+    def fingerprints(self) -> list[str]:
+        """What identifies the vocabularies of inputs and targets."""
+        return [self.inputs.fingerprint, self.targets.fingerprint]
+
 
 @contextlib.contextmanager
 def of_run(run_dir: epath.PathLike | None) -> Iterator[None]:
