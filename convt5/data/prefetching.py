@@ -51,11 +51,6 @@ def rows_per_host(batch_size: int, process_count: int) -> int:
     return batch_size // process_count
 
 
-def fingerprints(tasks: Iterable[Any]) -> dict[str, str]:
-    """Returns what identifies the content of each seqio task's source, by task, where known."""
-    return told_by_sources(tasks, "fingerprint")
-
-
 def told_by_sources(tasks: Iterable[Any], method: str) -> dict[str, Any]:
     """Returns what a method of each seqio task's source returns, by task; others lack it."""
     methods = {task.name: getattr(task.source, method, None) for task in tasks}

@@ -26,11 +26,11 @@ from convt5.data.prefetching import (
     MOST_SKIPPED,
     Prefetcher,
     check_settings,
-    fingerprints,
     naming_damage,
     position,
     rows_per_host,
     split_position,
+    told_by_sources,
 )
 from convt5.data.rows import Batch, RowLayout
 from convt5.data.task_blocks import TaskBlocks
@@ -391,7 +391,7 @@ class DataConfig:
         settings = dataclasses.asdict(dataclasses.replace(self, mixture=provider.name))
         settings["shuffle"] = self.shuffle is not False
         settings.pop("cache_dirs")
-        found = fingerprints(seqio.get_subtasks(provider))
+        found = told_by_sources(seqio.get_subtasks(provider), "fingerprint")
         contents = list(dict.fromkeys(found.values()))
         text = self.kept_text()
         return {

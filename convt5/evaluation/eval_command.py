@@ -16,7 +16,7 @@ from etils import epath
 from convt5 import errors
 from convt5.checkpoints.reading import steps_in
 from convt5.configuration import command_line
-from convt5.data.prefetching import fingerprints, told_by_sources
+from convt5.data.prefetching import told_by_sources
 from convt5.evaluation import checkpoints, images, run_settings
 from convt5.evaluation.flags import PREDICT_FLAGS, TASK_FLAGS
 from convt5.evaluation.hosts import first_hosts
@@ -74,7 +74,7 @@ class TextPlan:
     def described(self) -> dict[str, Any]:
         """Returns what results depend on, as JSON values."""
         evaluate = self.settings.evaluate
-        contents = fingerprints(self.tasks)
+        contents = told_by_sources(self.tasks, "fingerprint")
         rows = told_by_sources(self.tasks, "reading")
         texts = {t.name: vocabulary_files.of_features(t.output_features) for t in self.tasks}
         ids = {name: text.fingerprints for name, text in texts.items() if text}
